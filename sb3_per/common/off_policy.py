@@ -1,0 +1,345 @@
+"""What the algorithms with prioritized replay share."""
+
+import io
+import math
+import pathlib
+import warnings
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch as th
+from gymnasium import spaces
+from stable_baselines3.common.buffers import DictReplayBuffer, NStepReplayBuffer, ReplayBuffer
+from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
+from stable_baselines3.common.type_aliases import Schedule
+from stable_baselines3.common.utils import ConstantSchedule, LinearSchedule
+from stable_baselines3.her.her_replay_buffer import HerReplayBuffer
+
+from sb3_per.common.buffers import (
+    PrioritizedReplayBuffer,
+    WeightNormalization,
+    check_number,
+    check_weight_normalization,
+)
+from sb3_per.common.importance import effective_sample_size
+from sb3_per.common.losses import Loss, check_loss
+from sb3_per.common.type_aliases import PrioritizedReplayBufferSamples
+
+__all__ = ["BatchStatistics", "PrioritizedOffPolicyAlgorithm"]
+
+#: SB3's own default, for those who ask for its n-step buffer and name no number
+SB3_DEFAULT_N_STEPS = 3
+
+
+class BatchStatistics(NamedTuple):
+    """
+    What one gradient step adds to the log.
+
+    :param td_error_mean: mean of the absolute TD errors
+    :param weight_mean: mean of the importance-sampling weights
+    :param ess: effective sample size over the batch size, in ``(0, 1]``
+    """
+
+    td_error_mean: float
+    weight_mean: float
+    ess: float
+
+    @classmethod
+    def of(cls, td_errors: th.Tensor, weights: th.Tensor) -> "BatchStatistics":
+        """
+        :param td_errors: shape ``(batch, 1)``
+        :param weights: shape ``(batch, 1)``
+        :return: the statistics of the batch
+        """
+        return cls(
+            td_errors.detach().abs().mean().item(),
+            weights.mean().item(),
+            effective_sample_size(weights.cpu().numpy()),
+        )
+
+
+class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
+    """
+    Prioritized replay for an off-policy algorithm of SB3.
+
+    Put it before the algorithm in the list of base classes, call :meth:`_set_per_options` between
+    that algorithm's ``__init__`` (with ``_init_setup_model=False``) and ``_setup_model()``, and
+    override ``train()``. It chooses the buffer, sets beta by SB3's training progress, records the
+    ``per/…`` keys, and takes care of saving and loading.
+    """
+
+    beta_schedule: Schedule
+
+    def _set_per_options(
+        self,
+        alpha: float,
+        beta: float | Schedule,
+        beta_final: float,
+        beta_fraction: float,
+        priority_eps: float,
+        weight_normalization: WeightNormalization,
+        double_q: bool,
+        loss: Loss,
+    ) -> None:
+        """
+        Keep the options as attributes, as SB3 does: so they are saved with the model, and
+        ``load(..., alpha=0.5)`` replaces one. They are checked in :meth:`_setup_model`, which
+        every way of making a model leads through.
+        """
+        self.alpha = alpha
+        self.beta = beta
+        self.beta_final = beta_final
+        self.beta_fraction = beta_fraction
+        self.priority_eps = priority_eps
+        self.weight_normalization = weight_normalization
+        self.double_q = double_q
+        self.loss = loss
+
+    def _check_per_options(self) -> None:
+        self.alpha = check_number("alpha", self.alpha)
+        if not callable(self.beta):
+            self.beta = check_number("beta", self.beta, high=1.0)
+        self.beta_final = check_number("beta_final", self.beta_final, high=1.0)
+        self.beta_fraction = check_number("beta_fraction", self.beta_fraction, high=1.0)
+        self.priority_eps = check_number("priority_eps", self.priority_eps)
+        check_weight_normalization(self.weight_normalization)
+        if not isinstance(self.double_q, bool | np.bool_):
+            raise ValueError(f"`double_q` must be True or False, got {self.double_q!r}")
+        check_loss(self.loss)
+
+    def _check_action_space(self) -> None:
+        start = getattr(self.action_space, "start", 0)
+        if isinstance(self.action_space, spaces.Discrete) and start != 0:
+            raise ValueError(
+                f"the actions of {self.action_space} start at {start}: Q-values are numbered from "
+                "0, so that greedy and random actions would mean different things. Wrap the "
+                "environment, for instance: gymnasium.wrappers.TransformAction(env, lambda action: "
+                f"action + {start}, gymnasium.spaces.Discrete({self.action_space.n}))"
+            )
+
+    def _setup_model(self) -> None:
+        self._check_per_options()
+        self._check_action_space()
+        self.beta_schedule = self._make_beta_schedule()
+        if self.replay_buffer is None:
+            self.replay_buffer = self._make_replay_buffer()
+        # SB3 finds a buffer and makes none. For the time being the two attributes say what that
+        # buffer is, so that SB3 neither picks a class nor warns of one that the user never gave.
+        # Then they are again what the user asked for: that is what gets saved.
+        asked_for = self.replay_buffer_class, self.n_steps
+        self.replay_buffer_class, self.n_steps = type(self.replay_buffer), 1
+        try:
+            super()._setup_model()
+        finally:
+            self.replay_buffer_class, self.n_steps = asked_for
+
+    def _make_beta_schedule(self) -> Schedule:
+        if callable(self.beta):
+            return self.beta
+        if self.beta_fraction == 0.0:
+            return ConstantSchedule(self.beta_final)
+        return LinearSchedule(self.beta, self.beta_final, self.beta_fraction)
+
+    def _make_replay_buffer(self) -> PrioritizedReplayBuffer:
+        """
+        :return: the buffer that the options, ``replay_buffer_class`` and ``replay_buffer_kwargs``
+            ask for
+        :raises ValueError: if they contradict each other or the class can't be used
+        """
+        buffer_class = self._prioritized_class()
+        options: dict[str, Any] = {
+            **self._buffer_options(),
+            "beta": min(max(float(self.beta_schedule(1.0)), 0.0), 1.0),
+            "n_envs": self.n_envs,
+            "device": self.device,
+            "optimize_memory_usage": self.optimize_memory_usage,
+        }
+        kwargs = dict(self.replay_buffer_kwargs)
+        for name, given in kwargs.items():
+            if name == "beta_increment":
+                raise ValueError(
+                    f"`replay_buffer_kwargs` has beta_increment={given!r}, which only hand-written "
+                    f"loops need: {type(self).__name__} takes beta from `beta` to `beta_final` "
+                    "over `beta_fraction` of training"
+                )
+            if name in options and given != options[name]:
+                option = "priority_eps" if name == "eps" else name
+                raise ValueError(
+                    f"`replay_buffer_kwargs` has {name}={given!r}, but `{option}` of "
+                    f"{type(self).__name__} is {options[name]!r}: give it once, as `{option}`"
+                )
+        return buffer_class(
+            self.buffer_size,
+            self.observation_space,
+            self.action_space,
+            **{**kwargs, **options},
+        )
+
+    def _buffer_options(self) -> dict[str, Any]:
+        """
+        :return: the options that a prioritized buffer of this model must have, beta aside, which
+            changes during training
+        """
+        return {
+            "alpha": self.alpha,
+            "eps": self.priority_eps,
+            "weight_normalization": self.weight_normalization,
+            "n_steps": self._wanted_n_steps(),
+            "gamma": self.gamma,
+        }
+
+    def _wanted_n_steps(self) -> int:
+        asked_for = self.replay_buffer_class
+        if asked_for is NStepReplayBuffer and self.n_steps == 1:
+            return int(self.replay_buffer_kwargs.get("n_steps", SB3_DEFAULT_N_STEPS))
+        return self.n_steps
+
+    def _prioritized_class(self) -> type[PrioritizedReplayBuffer]:
+        """
+        :return: the class for ``replay_buffer_class``, where one of SB3's stands for its
+            prioritized counterpart
+        :raises ValueError: if there is no counterpart
+        """
+        asked_for = self.replay_buffer_class
+        if isinstance(asked_for, type) and issubclass(asked_for, PrioritizedReplayBuffer):
+            return asked_for
+        if isinstance(asked_for, type) and issubclass(asked_for, HerReplayBuffer):
+            raise ValueError(
+                "HerReplayBuffer is not supported yet: priorities of relabelled transitions need "
+                "a buffer of their own. Use DQN for hindsight experience replay."
+            )
+        if asked_for not in (None, ReplayBuffer, DictReplayBuffer, NStepReplayBuffer):
+            raise ValueError(
+                f"`replay_buffer_class` {getattr(asked_for, '__name__', asked_for)!r} draws "
+                f"without priorities, so {type(self).__name__} can't use it. Leave it out, or use "
+                "sb3_per.PrioritizedReplayBuffer or a class derived from it."
+            )
+        if isinstance(self.observation_space, spaces.Dict):
+            raise ValueError(
+                f"{type(self).__name__} does not support Dict observations yet, got the "
+                f"observation space {self.observation_space}. "
+                "gymnasium.wrappers.FlattenObservation makes a Box of it."
+            )
+        return PrioritizedReplayBuffer
+
+    def load_replay_buffer(
+        self,
+        path: str | pathlib.Path | io.BufferedIOBase,
+        truncate_last_traj: bool = True,
+    ) -> None:
+        """
+        Load a replay buffer that ``save_replay_buffer`` wrote.
+
+        A prioritized buffer comes back as it was, to the last bit; the options of this model apply
+        from then on, with a warning where they differ. One of SB3's own buffers is converted, with
+        each transition at priority 1, and a warning.
+
+        :param path: path of the file, or the opened file
+        :param truncate_last_traj: for ``HerReplayBuffer`` only, which has no counterpart here
+        :raises ValueError: if the buffer does not fit this model (observations, actions, number of
+            environments); the model keeps the buffer that it had
+        """
+        before = self.replay_buffer
+        try:
+            super().load_replay_buffer(path, truncate_last_traj)
+            self.replay_buffer = self._adopt(cast(ReplayBuffer, self.replay_buffer))
+        except BaseException:
+            self.replay_buffer = before
+            raise
+
+    def _adopt(self, loaded: ReplayBuffer) -> PrioritizedReplayBuffer:
+        """
+        :param loaded: a buffer from a file
+        :return: the same content as a buffer of this model
+        :raises ValueError: if it does not fit this model
+        """
+        for what, theirs, ours in (
+            ("number of environments", loaded.n_envs, self.n_envs),
+            ("observations", _layout(loaded.observation_space), _layout(self.observation_space)),
+            ("actions", _layout(loaded.action_space), _layout(self.action_space)),
+        ):
+            if theirs != ours:
+                raise ValueError(
+                    f"the replay buffer in the file does not fit this model, whose own is kept: "
+                    f"{what} there {theirs}, here {ours}"
+                )
+        options = self._buffer_options()
+        if not isinstance(loaded, PrioritizedReplayBuffer):
+            converted = self._prioritized_class().from_replay_buffer(loaded, **options)
+            _warn(
+                f"the replay buffer in the file is a {type(loaded).__name__} without priorities: "
+                f"its {converted.n_transitions} transitions all start at priority 1"
+            )
+            return converted
+        for name, ours in options.items():
+            theirs = getattr(loaded, name)
+            if theirs != ours:
+                _warn(
+                    f"the replay buffer in the file was made with {name}={theirs!r}, this model "
+                    f"has {ours!r}, which applies from now on; stored priorities stay"
+                )
+                setattr(loaded, name, ours)
+        if loaded.optimize_memory_usage != self.optimize_memory_usage:
+            _warn(
+                "the replay buffer in the file was made with "
+                f"optimize_memory_usage={loaded.optimize_memory_usage!r}, this model has "
+                f"{self.optimize_memory_usage!r}; the buffer stays as it is"
+            )
+        return loaded
+
+    def _update_beta(self) -> float:
+        """
+        Set the buffer's beta by the progress of training.
+
+        :return: that beta
+        :raises ValueError: if a schedule of the user's returns what is no beta
+        """
+        beta = check_number("beta", self.beta_schedule(self._current_progress_remaining), high=1.0)
+        cast(PrioritizedReplayBuffer, self.replay_buffer).beta = beta
+        return beta
+
+    def _sample(self, batch_size: int) -> PrioritizedReplayBufferSamples:
+        """
+        :param batch_size: number of transitions
+        :return: a batch, normalized if the environment is
+        """
+        buffer = cast(PrioritizedReplayBuffer, self.replay_buffer)
+        return buffer.sample(batch_size, env=self._vec_normalize_env)
+
+    def _record_per(self, beta: float, batches: list[BatchStatistics]) -> None:
+        """
+        Record the ``per/…`` keys of one call of ``train``.
+
+        :param beta: that was used
+        :param batches: one for each gradient step, at least one; the log gets their means
+        """
+        tree = cast(PrioritizedReplayBuffer, self.replay_buffer).tree
+        n_transitions = cast(PrioritizedReplayBuffer, self.replay_buffer).n_transitions
+        columns = zip(*batches, strict=True)
+        means = BatchStatistics(*(math.fsum(column) / len(batches) for column in columns))
+        self.logger.record("per/beta", beta)
+        self.logger.record("per/td_error_mean", means.td_error_mean)
+        self.logger.record("per/weight_mean", means.weight_mean)
+        self.logger.record("per/ess", means.ess)
+        self.logger.record("per/priority_max", tree.max_priority)
+        self.logger.record("per/priority_mean", tree.total / n_transitions)
+
+    def _excluded_save_params(self) -> list[str]:
+        # Made anew from the options
+        return [*super()._excluded_save_params(), "beta_schedule"]
+
+
+def _layout(space: spaces.Space[Any]) -> str:
+    """
+    :param space: of observations or actions
+    :return: what must be the same for stored transitions to fit; not the bounds, which may change
+        between versions of an environment without harm
+    """
+    if isinstance(space, spaces.Box):
+        return f"Box of shape {space.shape} and type {space.dtype}"
+    return str(space)
+
+
+def _warn(message: str) -> None:
+    # Points at the line that called `load_replay_buffer`
+    warnings.warn(message, UserWarning, stacklevel=4)

@@ -1,0 +1,38 @@
+"""Types that several modules share."""
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch as th
+
+__all__ = ["PrioritizedReplayBufferSamples"]
+
+
+class PrioritizedReplayBufferSamples(NamedTuple):
+    """
+    A batch drawn by priority: the fields of SB3's ``ReplayBufferSamples``, then two more.
+
+    :param observations: shape ``(batch, *observation)``
+    :param actions: shape ``(batch, action_dim)``
+    :param next_observations: ``n_steps`` later, or at the end of the episode if that comes first;
+        shape as ``observations``
+    :param dones: float32, shape ``(batch, 1)``: 1 where the episode terminated, 0 where it went on
+        or ran out of time
+    :param rewards: float32, shape ``(batch, 1)``: (discounted n-step) return up to
+        ``next_observations``
+    :param discounts: float32, shape ``(batch, 1)``: factor for the value of
+        ``next_observations``; None when ``n_steps`` is 1: then it is the algorithm's ``gamma``
+    :param weights: importance-sampling weights, float32, shape ``(batch, 1)``, in ``[0, 1]``
+    :param indices: which transitions these are, int64, shape ``(batch,)``:
+        ``row * n_envs + env``; for ``update_priorities``
+    """
+
+    observations: th.Tensor
+    actions: th.Tensor
+    next_observations: th.Tensor
+    dones: th.Tensor
+    rewards: th.Tensor
+    discounts: th.Tensor | None
+    weights: th.Tensor
+    indices: npt.NDArray[np.int64]
