@@ -149,7 +149,7 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
         buffer_class = self._prioritized_class()
         options: dict[str, Any] = {
             **self._buffer_options(),
-            "beta": min(max(float(self.beta_schedule(1.0)), 0.0), 1.0),
+            "beta": check_number("beta", self.beta_schedule(1.0), high=1.0),
             "n_envs": self.n_envs,
             "device": self.device,
             "optimize_memory_usage": self.optimize_memory_usage,
