@@ -9,14 +9,29 @@ import numpy as np
 import numpy.typing as npt
 import torch as th
 from gymnasium import spaces
-from stable_baselines3.common.buffers import NStepReplayBuffer, ReplayBuffer
-from stable_baselines3.common.vec_env import VecNormalize
+from stable_baselines3.common.buffers import (
+    DictReplayBuffer,
+    NStepReplayBuffer,
+    ReplayBuffer,
+)
+from stable_baselines3.common.vec_env import VecEnv, VecNormalize
+from stable_baselines3.her.goal_selection_strategy import GoalSelectionStrategy
+from stable_baselines3.her.her_replay_buffer import HerReplayBuffer
 
 from sb3_per.common.importance import importance_sampling_weights
 from sb3_per.common.sum_tree import SumTree
-from sb3_per.common.type_aliases import PrioritizedReplayBufferSamples
+from sb3_per.common.type_aliases import (
+    PrioritizedDictReplayBufferSamples,
+    PrioritizedReplayBufferSamples,
+)
 
-__all__ = ["PrioritizedReplayBuffer", "WeightNormalization", "check_number"]
+__all__ = [
+    "PrioritizedDictReplayBuffer",
+    "PrioritizedHerReplayBuffer",
+    "PrioritizedReplayBuffer",
+    "WeightNormalization",
+    "check_number",
+]
 
 #: What the importance-sampling weights are divided by: the largest one of the batch, or the
 #: largest one that any stored transition would have
@@ -81,7 +96,8 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
     Draws come from the global state of ``np.random``, as in SB3's buffers.
 
     :param buffer_size: maximum number of transitions, over all environments
-    :param observation_space: observation space, anything but ``Dict``
+    :param observation_space: observation space; for ``Dict`` there is
+        :class:`PrioritizedDictReplayBuffer`
     :param action_space: action space
     :param device: PyTorch device of the batches
     :param n_envs: number of environments that add transitions side by side
@@ -103,6 +119,8 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
         whole ``"buffer"``
     :raises ValueError: if an option is out of its range
     """
+
+    _batch_type: type[Any] = PrioritizedReplayBufferSamples
 
     def __init__(
         self,
@@ -129,24 +147,32 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
         if operator.index(n_envs) < 1:
             raise ValueError(f"`n_envs` must be at least 1, got {n_envs}")
         self._check_observation_space(observation_space)
-        # Past NStepReplayBuffer, whose only other act is to refuse `optimize_memory_usage`
-        super(NStepReplayBuffer, self).__init__(
-            buffer_size,
-            observation_space,
-            action_space,
-            device,
+        self._init_storage(
+            buffer_size=buffer_size,
+            observation_space=observation_space,
+            action_space=action_space,
+            device=device,
             n_envs=n_envs,
             optimize_memory_usage=optimize_memory_usage,
             handle_timeout_termination=handle_timeout_termination,
         )
         self._start_tree()
 
-    @staticmethod
-    def _check_observation_space(observation_space: spaces.Space[Any]) -> None:
+    def _init_storage(self, **arguments: Any) -> None:
+        """
+        Let SB3 make its arrays.
+
+        :param arguments: of SB3's buffer
+        """
+        # Past NStepReplayBuffer, whose only other act is to refuse `optimize_memory_usage`
+        super(NStepReplayBuffer, self).__init__(**arguments)
+
+    @classmethod
+    def _check_observation_space(cls, observation_space: spaces.Space[Any]) -> None:
         if isinstance(observation_space, spaces.Dict):
             raise ValueError(
-                "PrioritizedReplayBuffer can't store Dict observations, "
-                f"got the observation space {observation_space}"
+                f"{cls.__name__} can't store Dict observations, got the observation space "
+                f"{observation_space}; use PrioritizedDictReplayBuffer"
             )
 
     def _set_options(
@@ -291,12 +317,31 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
         start = self.pos * self.n_envs
         priority = self.tree.max_priority or 1.0
         super().add(obs, next_obs, action, reward, done, infos)
+        self._admit(start, priority)
+        self._n_adds += 1
+
+    def _admit(self, start: int, priority: float) -> None:
+        """
+        Give the row just added its place in the tree.
+
+        :param start: its first transition
+        :param priority: of new transitions
+        """
         self.tree.fill(start, start + self.n_envs, priority)
         if self.optimize_memory_usage:
             # The next observation just went over the oldest row's own one
             oldest = self.pos * self.n_envs
             self.tree.fill(oldest, oldest + self.n_envs, 0.0)
-        self._n_adds += 1
+
+    def _is_drawable(self, indices: IntArray) -> npt.NDArray[np.bool_] | None:
+        """
+        :param indices: stored transitions, shape ``(n,)``
+        :return: which of them may have mass, shape ``(n,)``; None if all may
+        """
+        if self.optimize_memory_usage and self.full:
+            drawable: npt.NDArray[np.bool_] = indices // self.n_envs != self.pos
+            return drawable
+        return None
 
     def reset(self) -> None:
         """Forget all transitions and their priorities."""
@@ -379,13 +424,17 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
         smallest = self.tree.min_priority if self.weight_normalization == "buffer" else None
         weights = importance_sampling_weights(priorities, self.beta, smallest)
         if self.n_steps == 1:
-            last, rewards, discounts = indices, self._flat(self.rewards)[indices, None], None
+            last, rewards, discounts = (
+                indices,
+                self._flat(self.rewards)[indices, None],
+                None,
+            )
             rewards = self._normalize_reward(rewards, env)
         else:
             last, rewards, discounts = self._n_step_returns(indices, env)
         # Time limits are no end of the task: the value of the next observation counts
         dones = self._flat(self.dones)[last] * (1 - self._flat(self.timeouts)[last])
-        return PrioritizedReplayBufferSamples(
+        batch: PrioritizedReplayBufferSamples = self._batch_type(
             observations=self._observations_at(self.observations, indices, env),
             actions=self._to_tensor(self._flat(self.actions)[indices]),
             next_observations=self._next_observations_at(last, env),
@@ -395,6 +444,7 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
             weights=self._to_tensor(weights.astype(np.float32)[:, None]),
             indices=indices,
         )
+        return batch
 
     def _n_step_returns(
         self, indices: IntArray, env: VecNormalize | None
@@ -539,15 +589,14 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
         :param places: the same, checked
         :return: which of them may be written to, None if all may
         """
+        changeable = self._is_drawable(places)
         drawn, n_adds = self._last_draw
         n_added = self._n_adds - n_adds if indices is drawn else 0
-        if n_added == 0 and not self.optimize_memory_usage:
-            return None
-        # How many rows ago a place was last written: 1 for the newest row
-        age = (self.pos - 1 - places // self.n_envs) % self.buffer_size + 1
-        changeable: npt.NDArray[np.bool_] = age > n_added
-        if self.optimize_memory_usage and self.full:
-            changeable &= places // self.n_envs != self.pos
+        if n_added:
+            # How many rows ago a place was last written: 1 for the newest row
+            age = (self.pos - 1 - places // self.n_envs) % self.buffer_size + 1
+            fresh = age > n_added
+            changeable = fresh if changeable is None else changeable & fresh
         return changeable
 
     def anneal_beta(self) -> None:
@@ -569,24 +618,253 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
         :raises ValueError: if an option is out of its range, or the buffer is of another kind
         """
         cls._check_observation_space(buffer.observation_space)
-        blank = cls(1, buffer.observation_space, buffer.action_space, "cpu", **options)
+        # Checks the options and holds them
+        blank = cls._blank(buffer, **options)
         prioritized = cls.__new__(cls)
-        prioritized.__dict__.update({**blank.__dict__, **_content_of(buffer)})
+        content = buffer.__dict__.copy()
+        for option in ("n_steps", "gamma"):
+            # NStepReplayBuffer has them as attributes, here they are checked options
+            content.pop(option, None)
+        prioritized.__dict__.update({**blank.__dict__, **content})
         prioritized._start_tree()
-        if prioritized.n_transitions:
-            prioritized.tree.fill(0, prioritized.n_transitions, 1.0)
-            if prioritized.optimize_memory_usage and prioritized.full:
-                oldest = prioritized.pos * prioritized.n_envs
-                prioritized.tree.fill(oldest, oldest + prioritized.n_envs, 0.0)
+        indices = np.arange(prioritized.n_transitions)
+        drawable = prioritized._is_drawable(indices)
+        prioritized.tree.update(indices if drawable is None else indices[drawable], 1.0)
         return prioritized
 
+    @classmethod
+    def _blank(cls: type[SelfBuffer], buffer: ReplayBuffer, **options: Any) -> SelfBuffer:
+        """
+        :param buffer: whose spaces to use
+        :param options: of this class
+        :return: the smallest buffer there is
+        """
+        return cls(1, buffer.observation_space, buffer.action_space, device="cpu", **options)
 
-def _content_of(buffer: ReplayBuffer) -> dict[str, Any]:
+
+class PrioritizedDictReplayBuffer(PrioritizedReplayBuffer, DictReplayBuffer):  # type: ignore[misc]
     """
-    :param buffer: one of SB3's
-    :return: its attributes, without the options of n-step returns, which are checked ones here
+    Prioritized replay buffer for ``Dict`` observations; all else is as in
+    :class:`PrioritizedReplayBuffer`, n-step returns included, which SB3 does not have here.
+
+    ``optimize_memory_usage`` is refused, as in SB3's ``DictReplayBuffer``.
     """
-    content = buffer.__dict__.copy()
-    for option in ("n_steps", "gamma"):
-        content.pop(option, None)
-    return content
+
+    observations: dict[str, Array]
+    next_observations: dict[str, Array]
+    _batch_type = PrioritizedDictReplayBufferSamples
+
+    @classmethod
+    def _check_observation_space(cls, observation_space: spaces.Space[Any]) -> None:
+        if not isinstance(observation_space, spaces.Dict):
+            raise ValueError(
+                f"{cls.__name__} stores Dict observations, got the observation space "
+                f"{observation_space}; use PrioritizedReplayBuffer"
+            )
+
+    def _init_storage(self, **arguments: Any) -> None:
+        if arguments["optimize_memory_usage"]:
+            raise ValueError(
+                "`optimize_memory_usage=True` is not supported with Dict observations, got the "
+                f"observation space {arguments['observation_space']}"
+            )
+        super()._init_storage(**arguments)
+
+    def add(  # type: ignore[override]
+        self,
+        obs: dict[str, Array],
+        next_obs: dict[str, Array],
+        action: Array,
+        reward: Array,
+        done: Array,
+        infos: list[dict[str, Any]],
+    ) -> None:
+        """
+        Store one transition of each environment, at the largest priority there is.
+
+        :param obs: arrays of shape ``(n_envs, *observation)``, one for each key
+        :param next_obs: the observation after the step (of the same episode), same shapes
+        :param action: shape ``(n_envs, *action)``
+        :param reward: shape ``(n_envs,)``
+        :param done: whether the episode ended, shape ``(n_envs,)``
+        :param infos: one dict for each environment; ``"TimeLimit.truncated"`` is read
+        """
+        # Copies, because SB3 puts reshaped arrays into the dict that it is given
+        super().add(dict(obs), dict(next_obs), action, reward, done, infos)  # type: ignore[arg-type]
+
+    def _observations_at(
+        self, storage: dict[str, Array], indices: IntArray, env: VecNormalize | None
+    ) -> dict[str, th.Tensor]:
+        observations = {key: self._flat(array)[indices] for key, array in storage.items()}
+        normalized = self._normalize_obs(observations, env)
+        return {key: self._to_tensor(array) for key, array in normalized.items()}  # type: ignore[union-attr]
+
+
+class PrioritizedHerReplayBuffer(PrioritizedDictReplayBuffer, HerReplayBuffer):  # type: ignore[misc]
+    """
+    Hindsight experience replay (Andrychowicz et al. 2017) with draws by priority.
+
+    As in SB3's ``HerReplayBuffer``, the share ``n_sampled_goal / (n_sampled_goal + 1)`` of a batch
+    is relabelled: it gets a goal that was achieved in the same episode, and the reward for it.
+    Which transitions of the drawn ones are relabelled is chosen at random in each batch.
+
+    A transition has one priority, that of its latest TD error, whichever goal it was replayed
+    with. The importance-sampling weight corrects for how often a transition is drawn; the goals
+    are drawn uniformly, so that they need no correction.
+
+    Transitions of an episode that still runs have zero mass, since their goals are not known yet;
+    when it ends, all of them enter with the largest priority there is. When the first row of an
+    episode is overwritten, the rest of it loses its mass, as SB3 no longer draws it either.
+
+    :param buffer_size: maximum number of transitions, over all environments
+    :param observation_space: ``Dict`` with ``observation``, ``achieved_goal``, ``desired_goal``
+    :param action_space: action space
+    :param env: the training environment, whose ``compute_reward`` is called
+    :param device: PyTorch device of the batches
+    :param n_envs: number of environments that add transitions side by side
+    :param optimize_memory_usage: refused, as in SB3
+    :param handle_timeout_termination: bootstrap where an episode ran out of time
+    :param n_sampled_goal: relabelled transitions for each real one
+    :param goal_selection_strategy: ``"future"``, ``"final"`` or ``"episode"``
+    :param copy_info_dict: hand the stored infos to ``compute_reward``
+    :param options: the keyword-only options of :class:`PrioritizedReplayBuffer`; ``n_steps`` must
+        be 1, because the rewards of the steps in between would belong to another goal
+    :raises ValueError: if an option is out of its range
+    """
+
+    def __init__(
+        self,
+        buffer_size: int,
+        observation_space: spaces.Space[Any],
+        action_space: spaces.Space[Any],
+        env: VecEnv,
+        device: th.device | str = "auto",
+        n_envs: int = 1,
+        optimize_memory_usage: bool = False,
+        handle_timeout_termination: bool = True,
+        n_sampled_goal: int = 4,
+        goal_selection_strategy: GoalSelectionStrategy | str = "future",
+        copy_info_dict: bool = False,
+        **options: Any,
+    ) -> None:
+        if options.get("n_steps", 1) != 1:
+            raise ValueError(
+                f"`n_steps={options['n_steps']}` is not supported with hindsight experience "
+                "replay: the rewards in between belong to another goal than the relabelled one"
+            )
+        self._her_arguments = {
+            "env": env,
+            "n_sampled_goal": n_sampled_goal,
+            "goal_selection_strategy": goal_selection_strategy,
+            "copy_info_dict": copy_info_dict,
+        }
+        self._entry_priority = 1.0
+        super().__init__(
+            buffer_size,
+            observation_space,
+            action_space,
+            device,
+            n_envs,
+            optimize_memory_usage,
+            handle_timeout_termination,
+            **options,
+        )
+
+    def _init_storage(self, **arguments: Any) -> None:
+        super()._init_storage(**arguments, **self.__dict__.pop("_her_arguments"))
+
+    @classmethod
+    def _blank(cls: type[SelfBuffer], buffer: ReplayBuffer, **options: Any) -> SelfBuffer:
+        assert isinstance(buffer, HerReplayBuffer)
+        options["env"] = buffer.env
+        return cls(1, buffer.observation_space, buffer.action_space, device="cpu", **options)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        # As in SB3: environments can't be pickled in general
+        del state["env"]
+        return state
+
+    def reset(self) -> None:
+        """Forget all transitions, their priorities and their episodes."""
+        super().reset()
+        self.ep_start[:] = 0
+        self.ep_length[:] = 0
+        self._current_ep_start[:] = 0
+
+    def add(  # type: ignore[override]
+        self,
+        obs: dict[str, Array],
+        next_obs: dict[str, Array],
+        action: Array,
+        reward: Array,
+        done: Array,
+        infos: list[dict[str, Any]],
+    ) -> None:
+        """
+        Store one transition of each environment; it can be drawn once its episode is over.
+
+        :param obs: arrays of shape ``(n_envs, *observation)``, one for each key
+        :param next_obs: the observation after the step (of the same episode), same shapes
+        :param action: shape ``(n_envs, *action)``
+        :param reward: shape ``(n_envs,)``
+        :param done: whether the episode ended, shape ``(n_envs,)``
+        :param infos: one dict for each environment; ``"TimeLimit.truncated"`` is read
+        """
+        self._entry_priority = self.tree.max_priority or 1.0
+        broken = np.flatnonzero(self.ep_length[self.pos] > 0)
+        for env in broken:
+            # SB3 forgets the whole rest of an episode whose next row gets overwritten
+            end = self.ep_start[self.pos, env] + self.ep_length[self.pos, env]
+            rest = np.arange(self.pos, end if end > self.pos else end + self.buffer_size)
+            self.tree.update(rest % self.buffer_size * self.n_envs + env, 0.0)
+        super().add(obs, next_obs, action, reward, done, infos)
+
+    def _admit(self, start: int, priority: float) -> None:
+        # The end of an episode came first: it let in all rows of the episode, this one included
+        row = start // self.n_envs
+        for env in np.flatnonzero(self.ep_length[row] == 0):
+            self.tree.update(start + env, 0.0)
+
+    def _compute_episode_length(self, env_idx: int) -> None:
+        first = self._current_ep_start[env_idx]
+        super()._compute_episode_length(env_idx)
+        rows = (first + np.arange(self.ep_length[first, env_idx])) % self.buffer_size
+        self.tree.update(rows * self.n_envs + env_idx, self._entry_priority)
+
+    def truncate_last_trajectory(self) -> None:
+        """Take the episodes that still run as over, so that they can be drawn."""
+        self._entry_priority = self.tree.max_priority or 1.0
+        super().truncate_last_trajectory()
+
+    def _is_drawable(self, indices: IntArray) -> npt.NDArray[np.bool_]:
+        drawable: npt.NDArray[np.bool_] = self._flat(self.ep_length)[indices] > 0
+        return drawable
+
+    def _why_nothing_can_be_drawn(self) -> str:
+        if self.n_transitions and not (self.ep_length > 0).any():
+            return (
+                f"none of the {self.n_transitions} stored transitions belongs to an episode that "
+                "is over: hindsight needs whole episodes. Choose `learning_starts` larger than "
+                "the longest episode."
+            )
+        return super()._why_nothing_can_be_drawn()
+
+    def _make_batch(
+        self, indices: IntArray, priorities: FloatArray, env: VecNormalize | None
+    ) -> Any:
+        batch = super()._make_batch(indices, priorities, env)
+        # At random, because a draw by priority comes in the order of the rows
+        n_relabelled = int(self.her_ratio * len(indices))
+        chosen = np.random.permutation(len(indices))[:n_relabelled]
+        if n_relabelled:
+            rows, envs = np.divmod(indices[chosen], self.n_envs)
+            relabelled = self._get_virtual_samples(rows, envs, env)
+            for ours, new in (
+                (batch.observations, relabelled.observations),
+                (batch.next_observations, relabelled.next_observations),
+            ):
+                for key in ours:
+                    ours[key][chosen] = new[key]
+            batch.rewards[chosen] = relabelled.rewards
+        return batch

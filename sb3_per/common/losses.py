@@ -22,7 +22,10 @@ def _mse(predictions: th.Tensor, targets: th.Tensor) -> th.Tensor:
 
 
 #: Each maps predictions and targets, shape ``(batch, 1)``, to losses, shape ``(batch, 1)``
-LOSSES: dict[str, Callable[[th.Tensor, th.Tensor], th.Tensor]] = {"huber": _huber, "mse": _mse}
+LOSSES: dict[str, Callable[[th.Tensor, th.Tensor], th.Tensor]] = {
+    "huber": _huber,
+    "mse": _mse,
+}
 
 
 def check_loss(loss: str) -> None:

@@ -9,13 +9,19 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch as th
 from gymnasium import spaces
-from stable_baselines3.common.buffers import DictReplayBuffer, NStepReplayBuffer, ReplayBuffer
+from stable_baselines3.common.buffers import (
+    DictReplayBuffer,
+    NStepReplayBuffer,
+    ReplayBuffer,
+)
 from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
 from stable_baselines3.common.type_aliases import Schedule
 from stable_baselines3.common.utils import ConstantSchedule, LinearSchedule
 from stable_baselines3.her.her_replay_buffer import HerReplayBuffer
 
 from sb3_per.common.buffers import (
+    PrioritizedDictReplayBuffer,
+    PrioritizedHerReplayBuffer,
     PrioritizedReplayBuffer,
     WeightNormalization,
     check_number,
@@ -29,6 +35,14 @@ __all__ = ["BatchStatistics", "PrioritizedOffPolicyAlgorithm"]
 
 #: SB3's own default, for those who ask for its n-step buffer and name no number
 SB3_DEFAULT_N_STEPS = 3
+
+#: What a buffer class of SB3's stands for. Not here: NStepReplayBuffer, whose counterpart depends
+#: on the observations.
+COUNTERPARTS: dict[type[ReplayBuffer], type[PrioritizedReplayBuffer]] = {
+    ReplayBuffer: PrioritizedReplayBuffer,
+    DictReplayBuffer: PrioritizedDictReplayBuffer,
+    HerReplayBuffer: PrioritizedHerReplayBuffer,
+}
 
 
 class BatchStatistics(NamedTuple):
@@ -168,6 +182,12 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
                     f"`replay_buffer_kwargs` has {name}={given!r}, but `{option}` of "
                     f"{type(self).__name__} is {options[name]!r}: give it once, as `{option}`"
                 )
+        if issubclass(buffer_class, HerReplayBuffer):
+            if self.env is None:
+                raise ValueError(
+                    f"{buffer_class.__name__} computes rewards by the environment: give `env`"
+                )
+            options["env"] = self.env
         return buffer_class(
             self.buffer_size,
             self.observation_space,
@@ -203,24 +223,18 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
         asked_for = self.replay_buffer_class
         if isinstance(asked_for, type) and issubclass(asked_for, PrioritizedReplayBuffer):
             return asked_for
-        if isinstance(asked_for, type) and issubclass(asked_for, HerReplayBuffer):
-            raise ValueError(
-                "HerReplayBuffer is not supported yet: priorities of relabelled transitions need "
-                "a buffer of their own. Use DQN for hindsight experience replay."
-            )
-        if asked_for not in (None, ReplayBuffer, DictReplayBuffer, NStepReplayBuffer):
+        if asked_for in (None, NStepReplayBuffer):
+            has_dict = isinstance(self.observation_space, spaces.Dict)
+            return PrioritizedDictReplayBuffer if has_dict else PrioritizedReplayBuffer
+        counterpart = COUNTERPARTS.get(asked_for)
+        if counterpart is None:
             raise ValueError(
                 f"`replay_buffer_class` {getattr(asked_for, '__name__', asked_for)!r} draws "
                 f"without priorities, so {type(self).__name__} can't use it. Leave it out, or use "
-                "sb3_per.PrioritizedReplayBuffer or a class derived from it."
+                "sb3_per.PrioritizedReplayBuffer (PrioritizedDictReplayBuffer, "
+                "PrioritizedHerReplayBuffer) or a class derived from it."
             )
-        if isinstance(self.observation_space, spaces.Dict):
-            raise ValueError(
-                f"{type(self).__name__} does not support Dict observations yet, got the "
-                f"observation space {self.observation_space}. "
-                "gymnasium.wrappers.FlattenObservation makes a Box of it."
-            )
-        return PrioritizedReplayBuffer
+        return counterpart
 
     def load_replay_buffer(
         self,
@@ -235,7 +249,8 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
         each transition at priority 1, and a warning.
 
         :param path: path of the file, or the opened file
-        :param truncate_last_traj: for ``HerReplayBuffer`` only, which has no counterpart here
+        :param truncate_last_traj: with hindsight experience replay, take the episode that ran
+            when the buffer was saved as over; False goes on with it
         :raises ValueError: if the buffer does not fit this model (observations, actions, number of
             environments); the model keeps the buffer that it had
         """
@@ -255,7 +270,11 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
         """
         for what, theirs, ours in (
             ("number of environments", loaded.n_envs, self.n_envs),
-            ("observations", _layout(loaded.observation_space), _layout(self.observation_space)),
+            (
+                "observations",
+                _layout(loaded.observation_space),
+                _layout(self.observation_space),
+            ),
             ("actions", _layout(loaded.action_space), _layout(self.action_space)),
         ):
             if theirs != ours:

@@ -179,7 +179,13 @@ class SumTree:
         if not 0.0 <= priority <= self._limit:
             raise self._priority_error(priority, start)
         kernels.fill(
-            self._leaves, self._sums, self._extremes, self._first, start, stop, float(priority)
+            self._leaves,
+            self._sums,
+            self._extremes,
+            self._first,
+            start,
+            stop,
+            float(priority),
         )
 
     def get_leaf(self, values: npt.ArrayLike) -> tuple[Any, Any]:

@@ -5,8 +5,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch as th
+from stable_baselines3.common.type_aliases import TensorDict
 
-__all__ = ["PrioritizedReplayBufferSamples"]
+__all__ = ["PrioritizedDictReplayBufferSamples", "PrioritizedReplayBufferSamples"]
 
 
 class PrioritizedReplayBufferSamples(NamedTuple):
@@ -31,6 +32,30 @@ class PrioritizedReplayBufferSamples(NamedTuple):
     observations: th.Tensor
     actions: th.Tensor
     next_observations: th.Tensor
+    dones: th.Tensor
+    rewards: th.Tensor
+    discounts: th.Tensor | None
+    weights: th.Tensor
+    indices: npt.NDArray[np.int64]
+
+
+class PrioritizedDictReplayBufferSamples(NamedTuple):
+    """
+    The same for ``Dict`` observations: a tensor for each key, shape ``(batch, *observation)``.
+
+    :param observations: one tensor for each key
+    :param actions: as in :class:`PrioritizedReplayBufferSamples`
+    :param next_observations: one tensor for each key
+    :param dones: as in :class:`PrioritizedReplayBufferSamples`
+    :param rewards: as in :class:`PrioritizedReplayBufferSamples`
+    :param discounts: as in :class:`PrioritizedReplayBufferSamples`
+    :param weights: as in :class:`PrioritizedReplayBufferSamples`
+    :param indices: as in :class:`PrioritizedReplayBufferSamples`
+    """
+
+    observations: TensorDict
+    actions: th.Tensor
+    next_observations: TensorDict
     dones: th.Tensor
     rewards: th.Tensor
     discounts: th.Tensor | None
