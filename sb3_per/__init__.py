@@ -4,6 +4,7 @@ Prioritized Experience Replay (Schaul et al. 2016) for Stable-Baselines3.
 Importing this package registers the toy environments of ``sb3_per_envs``.
 """
 
+import sb3_per_envs
 from sb3_per.common.buffers import (
     PrioritizedDictReplayBuffer,
     PrioritizedHerReplayBuffer,
@@ -15,7 +16,6 @@ from sb3_per.common.type_aliases import (
     PrioritizedReplayBufferSamples,
 )
 from sb3_per.per_dqn import PERDQN
-from sb3_per_envs import register_envs
 
 __version__ = "0.1.0"
 
@@ -30,4 +30,4 @@ __all__ = [
     "__version__",
 ]
 
-register_envs()
+sb3_per_envs.register_envs()

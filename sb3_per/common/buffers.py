@@ -1,7 +1,6 @@
 """Replay buffers that draw transitions by priority."""
 
 import math
-import operator
 import warnings
 from typing import Any, Literal, TypeVar, get_args
 
@@ -9,17 +8,13 @@ import numpy as np
 import numpy.typing as npt
 import torch as th
 from gymnasium import spaces
-from stable_baselines3.common.buffers import (
-    DictReplayBuffer,
-    NStepReplayBuffer,
-    ReplayBuffer,
-)
+from stable_baselines3.common.buffers import DictReplayBuffer, NStepReplayBuffer, ReplayBuffer
 from stable_baselines3.common.vec_env import VecEnv, VecNormalize
 from stable_baselines3.her.goal_selection_strategy import GoalSelectionStrategy
 from stable_baselines3.her.her_replay_buffer import HerReplayBuffer
 
 from sb3_per.common.importance import importance_sampling_weights
-from sb3_per.common.sum_tree import SumTree
+from sb3_per.common.sum_tree import SumTree, as_floats, as_indices
 from sb3_per.common.type_aliases import (
     PrioritizedDictReplayBufferSamples,
     PrioritizedReplayBufferSamples,
@@ -56,13 +51,26 @@ def check_number(name: str, value: Any, low: float = 0.0, high: float = math.inf
     :raises ValueError: if it is no finite number from ``low`` to ``high``
     """
     try:
-        number = float(value)
-    except (TypeError, ValueError):
+        # Text would pass `float`, too
+        number = math.nan if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not (math.isfinite(number) and low <= number <= high):
         allowed = f"in [{low:g}, {high:g}]" if math.isfinite(high) else f"of at least {low:g}"
         raise ValueError(f"`{name}` must be a finite number {allowed}, got {value!r}")
     return number
+
+
+def check_size(name: str, value: Any) -> int:
+    """
+    :param name: of the option, for the message
+    :param value: what the user gave
+    :return: the value as a plain int
+    :raises ValueError: if it is no integer of at least 1
+    """
+    if not isinstance(value, int | np.integer) or value < 1:
+        raise ValueError(f"`{name}` must be an integer of at least 1, got {value!r}")
+    return int(value)
 
 
 def check_weight_normalization(value: Any) -> WeightNormalization:
@@ -142,10 +150,8 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
     ) -> None:
         # First of all, so that a wrong option is found before gigabytes are asked for
         self._set_options(alpha, beta, beta_increment, eps, n_steps, gamma, weight_normalization)
-        if operator.index(buffer_size) < 1:
-            raise ValueError(f"`buffer_size` must be at least 1, got {buffer_size}")
-        if operator.index(n_envs) < 1:
-            raise ValueError(f"`n_envs` must be at least 1, got {n_envs}")
+        buffer_size = check_size("buffer_size", buffer_size)
+        n_envs = check_size("n_envs", n_envs)
         self._check_observation_space(observation_space)
         self._init_storage(
             buffer_size=buffer_size,
@@ -156,6 +162,12 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
             optimize_memory_usage=optimize_memory_usage,
             handle_timeout_termination=handle_timeout_termination,
         )
+        # How many rows were ever added: by it, errors that come late are told from timely ones
+        self._n_adds = 0
+        self._last_draw: tuple[IntArray | None, int] = (None, 0)
+        # Counted only until the first update
+        self._n_draws_unanswered = 0
+        self._was_updated = False
         self._start_tree()
 
     def _init_storage(self, **arguments: Any) -> None:
@@ -195,11 +207,6 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
 
     def _start_tree(self) -> None:
         self.tree = SumTree(self.buffer_size * self.n_envs)
-        self._n_adds = 0
-        self._last_draw: tuple[IntArray | None, int] = (None, 0)
-        # Counted only until the first update
-        self._n_draws_unanswered = 0
-        self._was_updated = False
 
     # Options are checked wherever a value comes in, an assignment included.
 
@@ -255,9 +262,7 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
 
     @n_steps.setter
     def n_steps(self, value: int) -> None:
-        if not isinstance(value, int | np.integer) or value < 1:
-            raise ValueError(f"`n_steps` must be an integer of at least 1, got {value!r}")
-        self._n_steps = int(value)
+        self._n_steps = check_size("n_steps", value)
 
     @property
     def weight_normalization(self) -> WeightNormalization:
@@ -347,6 +352,8 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
         """Forget all transitions and their priorities."""
         super().reset()
         self._start_tree()
+        # No row is any longer what it was when the latest batch was drawn
+        self._n_adds += self.buffer_size
 
     def sample(  # type: ignore[override]
         self, batch_size: int, env: VecNormalize | None = None
@@ -370,11 +377,11 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
     def _why_nothing_can_be_drawn(self) -> str:
         if self.n_transitions == 0:
             return "the replay buffer is empty: there is nothing to sample yet"
-        if self.optimize_memory_usage and self.n_transitions == self.n_envs:
+        if self.optimize_memory_usage and self.buffer_size == 1:
             return (
-                f"the only row of {self.n_transitions} stored transition(s) has no next "
-                "observation: with `optimize_memory_usage=True` a full buffer needs at least two "
-                f"rows, `buffer_size` is {self.buffer_size} a row of {self.n_envs} env(s)"
+                "no next observation is at hand: `optimize_memory_usage=True` keeps it in the next "
+                f"row, and there is just one row for {self.n_envs} environment(s); `buffer_size` "
+                f"must be at least {2 * self.n_envs}"
             )
         return (
             f"all {self.n_transitions} stored transitions have a priority of zero, which leaves "
@@ -424,11 +431,7 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
         smallest = self.tree.min_priority if self.weight_normalization == "buffer" else None
         weights = importance_sampling_weights(priorities, self.beta, smallest)
         if self.n_steps == 1:
-            last, rewards, discounts = (
-                indices,
-                self._flat(self.rewards)[indices, None],
-                None,
-            )
+            last, rewards, discounts = (indices, self._flat(self.rewards)[indices, None], None)
             rewards = self._normalize_reward(rewards, env)
         else:
             last, rewards, discounts = self._n_step_returns(indices, env)
@@ -544,11 +547,7 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
         self.tree.update(places, priorities)
 
     def _check_indices(self, indices: npt.ArrayLike) -> IntArray:
-        places = np.asarray(indices.cpu() if isinstance(indices, th.Tensor) else indices)
-        if places.size == 0:
-            places = places.astype(np.int64)
-        if places.dtype.kind not in "iu":
-            raise TypeError(f"indices must be integers, got {places.dtype} ({indices!r:.60})")
+        places = as_indices(indices.cpu().numpy() if isinstance(indices, th.Tensor) else indices)
         if places.ndim > 1 and places.shape != (len(places), 1):
             raise ValueError(f"indices must have the shape (n,), got {places.shape}")
         places = places.ravel()
@@ -558,14 +557,16 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
                 f"index {places[outside][0]} is not that of a stored transition: there are "
                 f"{self.n_transitions}, numbered from 0"
             )
-        return places.astype(np.int64, copy=False)
+        return places
 
     @staticmethod
     def _check_td_errors(td_errors: Any, places: IntArray) -> FloatArray:
         if isinstance(td_errors, th.Tensor):
             # Through torch: NumPy has no bfloat16
-            td_errors = td_errors.detach().to("cpu", th.float64).numpy()
-        errors = np.asarray(td_errors, dtype=np.float64)
+            td_errors = td_errors.detach().cpu()
+            is_real = not td_errors.is_complex()
+            td_errors = td_errors.to(th.float64).numpy() if is_real else td_errors.numpy()
+        errors = as_floats("TD errors", td_errors)
         n = len(places)
         if errors.shape not in ((n,), (n, 1)) and not (n == 1 and errors.ndim == 0):
             raise ValueError(
@@ -610,22 +611,29 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
         """
         Take over the content of one of SB3's own buffers, each transition at priority 1.
 
-        :param buffer: ``ReplayBuffer`` or ``NStepReplayBuffer``; its arrays are taken over, not
-            copied, so don't use it any more
+        :param buffer: SB3's counterpart of this class; its arrays are taken over, not copied, so
+            don't use it any more
         :param options: the keyword-only options of this class
         :return: a prioritized buffer with the same transitions, which draws them uniformly until
             priorities are updated
         :raises ValueError: if an option is out of its range, or the buffer is of another kind
         """
+        if isinstance(buffer, PrioritizedReplayBuffer) or not isinstance(buffer, ReplayBuffer):
+            raise ValueError(
+                f"only SB3's own replay buffers can be taken over, got {type(buffer).__name__}"
+            )
         cls._check_observation_space(buffer.observation_space)
-        # Checks the options and holds them
-        blank = cls._blank(buffer, **options)
-        prioritized = cls.__new__(cls)
-        content = buffer.__dict__.copy()
+        # The smallest buffer there is checks the options and holds them
+        prioritized = cls._blank(buffer, **options)
+        own = {
+            name: value
+            for name, value in prioritized.__dict__.items()
+            if name.startswith("_") and name not in buffer.__dict__
+        }
+        prioritized.__dict__ = {**buffer.__dict__, **own}
         for option in ("n_steps", "gamma"):
-            # NStepReplayBuffer has them as attributes, here they are checked options
-            content.pop(option, None)
-        prioritized.__dict__.update({**blank.__dict__, **content})
+            # NStepReplayBuffer has them as plain attributes
+            prioritized.__dict__.pop(option, None)
         prioritized._start_tree()
         indices = np.arange(prioritized.n_transitions)
         drawable = prioritized._is_drawable(indices)
@@ -647,7 +655,21 @@ class PrioritizedDictReplayBuffer(PrioritizedReplayBuffer, DictReplayBuffer):  #
     Prioritized replay buffer for ``Dict`` observations; all else is as in
     :class:`PrioritizedReplayBuffer`, n-step returns included, which SB3 does not have here.
 
-    ``optimize_memory_usage`` is refused, as in SB3's ``DictReplayBuffer``.
+    :param buffer_size: maximum number of transitions, over all environments
+    :param observation_space: ``Dict`` of any other spaces
+    :param action_space: action space
+    :param device: PyTorch device of the batches
+    :param n_envs: number of environments that add transitions side by side
+    :param optimize_memory_usage: refused, as in SB3's ``DictReplayBuffer``
+    :param handle_timeout_termination: bootstrap where an episode ran out of time
+    :param alpha: how much priorities count, at least 0
+    :param beta: strength of the importance-sampling correction, in ``[0, 1]``
+    :param beta_increment: what ``anneal_beta`` adds to ``beta``, at least 0
+    :param eps: added to every absolute TD error, at least 0
+    :param n_steps: length of the n-step returns, at least 1
+    :param gamma: discount factor for n-step returns, in ``[0, 1]``
+    :param weight_normalization: ``"batch"`` or ``"buffer"``
+    :raises ValueError: if an option is out of its range
     """
 
     observations: dict[str, Array]

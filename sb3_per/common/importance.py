@@ -53,4 +53,5 @@ def effective_sample_size(weights: npt.ArrayLike) -> float:
         # All weights underflowed alike
         return 1.0
     scaled = values / largest
-    return float(scaled.sum() ** 2 / (scaled.size * np.square(scaled).sum()))
+    # Rounding can end just above 1
+    return min(1.0, float(scaled.sum() ** 2 / (scaled.size * np.square(scaled).sum())))

@@ -68,11 +68,7 @@ def _sum_block(leaves: FloatArray, start: np.uint64) -> float:
 
 @_jit
 def _refresh_block(
-    leaves: FloatArray,
-    sums: FloatArray,
-    extremes: FloatArray,
-    first: np.uint64,
-    block: np.uint64,
+    leaves: FloatArray, sums: FloatArray, extremes: FloatArray, first: np.uint64, block: np.uint64
 ) -> bool:
     """
     Recompute the node above one block.
@@ -113,11 +109,7 @@ def _refresh_extremes(extremes: FloatArray, node: np.uint64) -> bool:
 
 @_jit
 def descend(
-    leaves: FloatArray,
-    sums: FloatArray,
-    first: int,
-    values: FloatArray,
-    indices: IntArray,
+    leaves: FloatArray, sums: FloatArray, first: int, values: FloatArray, indices: IntArray
 ) -> None:
     """
     Find the leaf whose cumulative interval holds each value.
@@ -165,11 +157,7 @@ def descend(
 
 @_jit
 def draw(
-    leaves: FloatArray,
-    sums: FloatArray,
-    first: int,
-    uniforms: FloatArray,
-    indices: IntArray,
+    leaves: FloatArray, sums: FloatArray, first: int, uniforms: FloatArray, indices: IntArray
 ) -> None:
     """
     Stratified draw: cut the total into equal masses and take one point in each.

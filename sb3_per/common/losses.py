@@ -22,10 +22,7 @@ def _mse(predictions: th.Tensor, targets: th.Tensor) -> th.Tensor:
 
 
 #: Each maps predictions and targets, shape ``(batch, 1)``, to losses, shape ``(batch, 1)``
-LOSSES: dict[str, Callable[[th.Tensor, th.Tensor], th.Tensor]] = {
-    "huber": _huber,
-    "mse": _mse,
-}
+LOSSES: dict[str, Callable[[th.Tensor, th.Tensor], th.Tensor]] = {"huber": _huber, "mse": _mse}
 
 
 def check_loss(loss: str) -> None:
@@ -33,5 +30,5 @@ def check_loss(loss: str) -> None:
     :param loss: name of a loss
     :raises ValueError: if there is none of that name
     """
-    if loss not in LOSSES:
+    if not isinstance(loss, str) or loss not in LOSSES:
         raise ValueError(f"`loss` must be one of {sorted(LOSSES)}, got {loss!r}")

@@ -9,14 +9,9 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch as th
 from gymnasium import spaces
-from stable_baselines3.common.buffers import (
-    DictReplayBuffer,
-    NStepReplayBuffer,
-    ReplayBuffer,
-)
+from stable_baselines3.common.buffers import DictReplayBuffer, NStepReplayBuffer, ReplayBuffer
 from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
 from stable_baselines3.common.type_aliases import Schedule
-from stable_baselines3.common.utils import ConstantSchedule, LinearSchedule
 from stable_baselines3.her.her_replay_buffer import HerReplayBuffer
 
 from sb3_per.common.buffers import (
@@ -70,6 +65,35 @@ class BatchStatistics(NamedTuple):
             weights.mean().item(),
             effective_sample_size(weights.cpu().numpy()),
         )
+
+
+class BetaSchedule:
+    """
+    Beta by the progress of training: linear, then constant (Schaul et al. 2016, section 3.4).
+
+    :param start: value at the beginning
+    :param end: value from ``fraction`` on
+    :param fraction: of training over which it changes, in ``[0, 1]``
+    """
+
+    def __init__(self, start: float, end: float, fraction: float) -> None:
+        self.start = start
+        self.end = end
+        self.fraction = fraction
+
+    def __call__(self, progress_remaining: float) -> float:
+        """
+        :param progress_remaining: from 1 to 0
+        :return: beta, between ``start`` and ``end`` whatever the rounding
+        """
+        progress = 1.0 - progress_remaining
+        if progress >= self.fraction:
+            return self.end
+        beta = self.start + (self.end - self.start) * (progress / self.fraction)
+        return min(max(beta, min(self.start, self.end)), max(self.start, self.end))
+
+    def __repr__(self) -> str:
+        return f"BetaSchedule(start={self.start}, end={self.end}, fraction={self.fraction})"
 
 
 class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
@@ -150,9 +174,7 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
     def _make_beta_schedule(self) -> Schedule:
         if callable(self.beta):
             return self.beta
-        if self.beta_fraction == 0.0:
-            return ConstantSchedule(self.beta_final)
-        return LinearSchedule(self.beta, self.beta_final, self.beta_fraction)
+        return BetaSchedule(self.beta, self.beta_final, self.beta_fraction)
 
     def _make_replay_buffer(self) -> PrioritizedReplayBuffer:
         """
@@ -163,7 +185,7 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
         buffer_class = self._prioritized_class()
         options: dict[str, Any] = {
             **self._buffer_options(),
-            "beta": check_number("beta", self.beta_schedule(1.0), high=1.0),
+            "beta": self.beta,
             "n_envs": self.n_envs,
             "device": self.device,
             "optimize_memory_usage": self.optimize_memory_usage,
@@ -182,6 +204,7 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
                     f"`replay_buffer_kwargs` has {name}={given!r}, but `{option}` of "
                     f"{type(self).__name__} is {options[name]!r}: give it once, as `{option}`"
                 )
+        options["beta"] = check_number("beta", self.beta_schedule(1.0), high=1.0)
         if issubclass(buffer_class, HerReplayBuffer):
             if self.env is None:
                 raise ValueError(
@@ -189,10 +212,7 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
                 )
             options["env"] = self.env
         return buffer_class(
-            self.buffer_size,
-            self.observation_space,
-            self.action_space,
-            **{**kwargs, **options},
+            self.buffer_size, self.observation_space, self.action_space, **{**kwargs, **options}
         )
 
     def _buffer_options(self) -> dict[str, Any]:
@@ -226,7 +246,7 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
         if asked_for in (None, NStepReplayBuffer):
             has_dict = isinstance(self.observation_space, spaces.Dict)
             return PrioritizedDictReplayBuffer if has_dict else PrioritizedReplayBuffer
-        counterpart = COUNTERPARTS.get(asked_for)
+        counterpart = COUNTERPARTS.get(asked_for) if isinstance(asked_for, type) else None
         if counterpart is None:
             raise ValueError(
                 f"`replay_buffer_class` {getattr(asked_for, '__name__', asked_for)!r} draws "
@@ -237,9 +257,7 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
         return counterpart
 
     def load_replay_buffer(
-        self,
-        path: str | pathlib.Path | io.BufferedIOBase,
-        truncate_last_traj: bool = True,
+        self, path: str | pathlib.Path | io.BufferedIOBase, truncate_last_traj: bool = True
     ) -> None:
         """
         Load a replay buffer that ``save_replay_buffer`` wrote.
@@ -270,11 +288,7 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
         """
         for what, theirs, ours in (
             ("number of environments", loaded.n_envs, self.n_envs),
-            (
-                "observations",
-                _layout(loaded.observation_space),
-                _layout(self.observation_space),
-            ),
+            ("observations", _layout(loaded.observation_space), _layout(self.observation_space)),
             ("actions", _layout(loaded.action_space), _layout(self.action_space)),
         ):
             if theirs != ours:
@@ -313,7 +327,9 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
         :return: that beta
         :raises ValueError: if a schedule of the user's returns what is no beta
         """
-        beta = check_number("beta", self.beta_schedule(self._current_progress_remaining), high=1.0)
+        # Below 0 when several environments make more steps than were asked for
+        progress_remaining = max(self._current_progress_remaining, 0.0)
+        beta = check_number("beta", self.beta_schedule(progress_remaining), high=1.0)
         cast(PrioritizedReplayBuffer, self.replay_buffer).beta = beta
         return beta
 

@@ -1,5 +1,6 @@
 """Sum-tree: weighted draws among millions of priorities in logarithmic time."""
 
+import math
 import operator
 from typing import Any, SupportsIndex
 
@@ -124,7 +125,7 @@ class SumTree:
         """
         if isinstance(indices, slice):
             return self._leaves[: self._capacity][indices].copy()
-        places = _as_indices(indices)
+        places = as_indices(indices)
         outside = (places < 0) | (places >= self._capacity)
         if outside.any():
             raise self._index_error(places[outside][0])
@@ -144,8 +145,8 @@ class SumTree:
         :raises ValueError: if a priority is NaN, infinite, negative or too large, or the lengths
             differ. After any of the errors the tree is as it was.
         """
-        places = _as_indices(indices).ravel()
-        values = np.asarray(priorities, dtype=np.float64)
+        places = as_indices(indices).ravel()
+        values = as_floats("priorities", priorities)
         if values.ndim == 0:
             values = np.full(places.shape, values)
         values = np.ascontiguousarray(values.ravel())
@@ -169,24 +170,22 @@ class SumTree:
         :param stop: one past the number of the last leaf
         :param priority: finite, not negative, at most :attr:`priority_limit`
         :raises IndexError: if the run is empty or leaves ``[0, capacity)``
+        :raises TypeError: if its ends are not integers
         :raises ValueError: if the priority is NaN, infinite, negative or too large. After any of
             the errors the tree is as it was.
         """
-        if not 0 <= start < stop <= self._capacity:
+        first, last = operator.index(start), operator.index(stop)
+        if not 0 <= first < last <= self._capacity:
             raise IndexError(
                 f"leaves {start} to {stop} (exclusive) are not a run inside [0, {self._capacity})"
             )
-        if not 0.0 <= priority <= self._limit:
+        try:
+            value = float(priority)
+        except OverflowError:
+            value = math.inf
+        if not 0.0 <= value <= self._limit:
             raise self._priority_error(priority, start)
-        kernels.fill(
-            self._leaves,
-            self._sums,
-            self._extremes,
-            self._first,
-            start,
-            stop,
-            float(priority),
-        )
+        kernels.fill(self._leaves, self._sums, self._extremes, self._first, first, last, value)
 
     def get_leaf(self, values: npt.ArrayLike) -> tuple[Any, Any]:
         """
@@ -306,7 +305,7 @@ class SumTree:
         )
 
 
-def _as_indices(indices: npt.ArrayLike) -> IntArray:
+def as_indices(indices: npt.ArrayLike) -> IntArray:
     """
     :param indices: integer or array of integers
     :return: as int64
@@ -315,8 +314,28 @@ def _as_indices(indices: npt.ArrayLike) -> IntArray:
     """
     places = np.asarray(indices)
     if places.dtype.kind not in "iu":
+        if places.dtype == object and all(isinstance(place, int) for place in places.flat):
+            # What NumPy makes of Python integers that fit into none of its types
+            raise IndexError(f"index {max(places.flat, key=abs)} does not fit into 64 bits")
         if places.size:
             raise TypeError(f"indices must be integers, got {places.dtype} ({indices!r:.60})")
     elif places.dtype == np.uint64 and places.size and places.max() > np.iinfo(np.int64).max:
-        raise IndexError(f"index {places.max()} is too large")
+        raise IndexError(f"index {places.max()} does not fit into 64 bits with a sign")
     return places.astype(np.int64, order="C", copy=False)
+
+
+def as_floats(name: str, values: npt.ArrayLike) -> FloatArray:
+    """
+    :param name: of the values, for the message
+    :param values: number or array of numbers
+    :return: as float64; what is too large for that is infinite
+    :raises TypeError: if they are something else: text, None, complex numbers
+    :raises ValueError: if one is an integer too large for a float
+    """
+    numbers = np.asarray(values)
+    if numbers.dtype == object and all(isinstance(number, int | float) for number in numbers.flat):
+        raise ValueError(f"{name} must fit into a float64, got {values!r:.60}")
+    if numbers.dtype.kind not in "fiu" and numbers.size:
+        raise TypeError(f"{name} must be real numbers, got {numbers.dtype} ({values!r:.60})")
+    with np.errstate(over="ignore"):
+        return numbers.astype(np.float64, copy=False)

@@ -27,14 +27,15 @@ def test_readme_has_the_snippets_that_these_tests_run() -> None:
 
 @pytest.mark.parametrize("number", range(len(SNIPPETS)))
 def test_snippet_runs_by_itself_in_an_empty_folder(number: int, tmp_path: Path) -> None:
-    result = run(SNIPPETS[number], tmp_path)
+    # What the snippet must have done by its end
+    proofs = [
+        "assert (model.num_timesteps, env.action_space.contains(action)) == (2000, True)",
+        "assert (buffer.n_transitions, buffer.beta, batch.weights.shape) == (100, 0.401, (32, 1))",
+        "assert env.observation_space.shape == (20,)",
+        "assert env.observation_space.shape == (12,)",
+    ]
+    result = run(f"{SNIPPETS[number]}\n{proofs[number]}", tmp_path)
     assert result.returncode == 0, result.stderr
-
-
-def test_ten_lines_leave_a_model_that_prefers_what_it_learned(tmp_path: Path) -> None:
-    ten_lines = SNIPPETS[0] + "print(model.num_timesteps, int(action) in (0, 1))\n"
-    assert run(ten_lines, tmp_path).stdout.strip() == "2000 True"
-    assert (tmp_path / "per_dqn_cartpole.zip").is_file()
 
 
 def test_arguments_table_has_the_defaults_of_the_code() -> None:
@@ -54,7 +55,10 @@ def test_arguments_table_has_the_defaults_of_the_code() -> None:
     }
     own = [n for n, p in parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY]
     for name in own:
-        assert documented[name].strip().strip('"') == str(parameters[name].default), name
+        shown = documented[name].strip().strip('"')
+        default = parameters[name].default
+        is_number = isinstance(default, float)
+        assert (float(shown) == default) if is_number else (shown == str(default)), name
 
 
 def test_settings_table_is_that_of_the_cartpole_example() -> None:

@@ -28,7 +28,12 @@ from stable_baselines3.common.utils import ConstantSchedule, LinearSchedule
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 from stable_baselines3.her.her_replay_buffer import HerReplayBuffer
 
-from sb3_per import PERDQN, PrioritizedReplayBuffer, PrioritizedReplayBufferSamples
+from sb3_per import (
+    PERDQN,
+    PrioritizedDictReplayBuffer,
+    PrioritizedReplayBuffer,
+    PrioritizedReplayBufferSamples,
+)
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -209,14 +214,40 @@ def test_the_way_out_for_actions_that_do_not_start_at_zero_works() -> None:
     assert set(buffer_of(model).actions[:30].ravel()) == {0, 1, 2}
 
 
+@pytest.mark.parametrize("n_steps", [1, 3])
 @pytest.mark.parametrize(
-    "buffer_class",
-    [None, ReplayBuffer, DictReplayBuffer, PrioritizedReplayBuffer, OwnPrioritizedBuffer],
+    "buffer_class", [None, DictReplayBuffer, NStepReplayBuffer, PrioritizedDictReplayBuffer]
 )
-def test_dict_observations_are_refused_by_name(buffer_class: type[ReplayBuffer] | None) -> None:
+def test_dict_observations_get_their_buffer(
+    buffer_class: type[ReplayBuffer] | None, n_steps: int
+) -> None:
     space = spaces.Dict({"camera": spaces.Box(0.0, 1.0, (2,), np.float32)})
-    with pytest.raises(ValueError, match=r"Dict observations.*camera"):
+    env = TenStepEnv(space)
+    asked_for = {"replay_buffer_class": buffer_class, "n_steps": n_steps}
+    model = make_model(env, policy="MultiInputPolicy", **asked_for)
+    buffer = buffer_of(model)
+    assert type(buffer) is PrioritizedDictReplayBuffer
+    assert issubclass(type(buffer), DictReplayBuffer)
+    assert buffer.n_steps == (3 if buffer_class is NStepReplayBuffer else n_steps)
+
+
+@pytest.mark.parametrize(
+    "buffer_class", [ReplayBuffer, PrioritizedReplayBuffer, OwnPrioritizedBuffer]
+)
+def test_dict_observations_do_not_go_into_a_buffer_of_another_kind(
+    buffer_class: type[ReplayBuffer],
+) -> None:
+    space = spaces.Dict({"camera": spaces.Box(0.0, 1.0, (2,), np.float32)})
+    with pytest.raises(ValueError, match=r"camera.*use PrioritizedDictReplayBuffer"):
         make_model(TenStepEnv(space), policy="MultiInputPolicy", replay_buffer_class=buffer_class)
+
+
+@pytest.mark.parametrize("buffer_class", [DictReplayBuffer, HerReplayBuffer])
+def test_other_observations_do_not_go_into_a_buffer_for_dicts(
+    buffer_class: type[ReplayBuffer],
+) -> None:
+    with pytest.raises(ValueError, match=r"Box.*use PrioritizedReplayBuffer"):
+        make_model(replay_buffer_class=buffer_class)
 
 
 # --- the buffer
@@ -277,7 +308,6 @@ def test_a_class_of_sb3_stands_for_its_prioritized_counterpart(
 @pytest.mark.parametrize(
     "buffer_class",
     [
-        HerReplayBuffer,
         OwnHerBuffer,
         OwnPlainBuffer,
         OwnNStepBuffer,
@@ -292,12 +322,8 @@ def test_any_other_class_is_refused_with_a_way_out(buffer_class: Any) -> None:
     with pytest.raises(ValueError, match="ReplayBuffer") as error:
         make_model(replay_buffer_class=buffer_class)
     message = str(error.value)
-    if isinstance(buffer_class, type) and issubclass(buffer_class, HerReplayBuffer):
-        assert "HerReplayBuffer is not supported yet" in message
-        assert "Use DQN" in message
-    else:
-        assert getattr(buffer_class, "__name__", str(buffer_class)) in message
-        assert "sb3_per.PrioritizedReplayBuffer" in message
+    assert getattr(buffer_class, "__name__", str(buffer_class)) in message
+    assert "sb3_per.PrioritizedReplayBuffer" in message
 
 
 @pytest.mark.parametrize(
