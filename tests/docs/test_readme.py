@@ -38,6 +38,25 @@ def test_snippet_runs_by_itself_in_an_empty_folder(number: int, tmp_path: Path) 
     assert result.returncode == 0, result.stderr
 
 
+DOCS = README.parent / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.stem))
+def test_snippets_of_the_docs_run(page: Path, tmp_path: Path) -> None:
+    snippets = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+    assert page.read_text().count("```python") == len(snippets)
+    for snippet in snippets:
+        result = run(snippet, tmp_path)
+        assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: str(page.stem))
+def test_links_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text())
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
 def test_arguments_table_has_the_defaults_of_the_code() -> None:
     import inspect
 
