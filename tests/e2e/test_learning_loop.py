@@ -309,6 +309,7 @@ def test_training_by_episodes() -> None:
 
 
 def test_stopping_by_a_callback_leaves_out_the_last_transition_and_no_gap_behind() -> None:
+    """Fault 74."""
     model = make_model(CountingEnv())
     model.learn(100, callback=StopTrainingOnMaxEpisodes(1))
     buffer = buffer_of(model)
@@ -327,6 +328,7 @@ def test_stopping_by_a_callback_leaves_out_the_last_transition_and_no_gap_behind
 
 
 def test_endless_episodes_are_logged_by_steps(tmp_path: Path) -> None:
+    """Fault 72."""
     model = make_model(CountingEnv(length=None))
     model.set_logger(configure(str(tmp_path), ["json"]))
     model.learn(40, callback=LogEveryNTimesteps(10))

@@ -237,6 +237,7 @@ def test_the_zip_never_contains_the_buffer(tmp_path: Path) -> None:
 
 
 def test_options_given_at_load_take_effect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault 65."""
     make_model().learn(30).save(tmp_path / "model")
     changed: dict[str, Any] = {
         "alpha": 0.3,
@@ -296,6 +297,7 @@ def run_python(code: str, *arguments: Any, cwd: Path) -> Any:
 
 
 def test_a_fresh_process_needs_nothing_but_the_import(tmp_path: Path) -> None:
+    """Fault 65."""
     model = make_model(double_q=True, n_steps=3).learn(60)
     model.save(tmp_path / "model")
     model.save_replay_buffer(tmp_path / "buffer")
@@ -332,6 +334,7 @@ def test_a_fresh_process_needs_nothing_but_the_import(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("n_steps", [1, 3])
 def test_a_model_of_dqn_goes_on_as_perdqn(n_steps: int, tmp_path: Path) -> None:
+    """Fault 64."""
     plain = make_dqn(n_steps=n_steps, gamma=0.75).learn(40)
     plain.save(tmp_path / "dqn")
     model = PERDQN.load(tmp_path / "dqn", env=TenStepEnv())
@@ -372,6 +375,7 @@ def test_the_buffer_of_dqn_goes_along(n_steps: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("n_steps", [1, 3])
 def test_a_model_of_perdqn_goes_on_as_dqn(n_steps: int, tmp_path: Path) -> None:
+    """Fault 64."""
     model = make_model(n_steps=n_steps, gamma=0.75).learn(60)
     model.save(tmp_path / "perdqn")
     plain = DQN.load(tmp_path / "perdqn", env=TenStepEnv())
@@ -389,6 +393,7 @@ def test_a_model_of_perdqn_goes_on_as_dqn(n_steps: int, tmp_path: Path) -> None:
 
 
 def test_a_model_goes_on_with_another_number_of_environments(tmp_path: Path) -> None:
+    """Fault 66."""
     model = make_model().learn(20)
     model.save(tmp_path / "model")
     model.save_replay_buffer(tmp_path / "buffer")
@@ -478,6 +483,7 @@ def test_an_outlier_that_is_gone_leaves_no_trace_in_the_file(tmp_path: Path) -> 
 def test_going_on_without_the_buffer_starts_from_the_first_transition(
     n_envs: int, total: int, sizes: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Fault 63."""
     env = side_by_side(n_envs)
     make_model(env, batch_size=32).learn(20).save(tmp_path / "model")
     model = PERDQN.load(tmp_path / "model", env=side_by_side(n_envs))

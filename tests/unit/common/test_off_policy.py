@@ -193,6 +193,7 @@ def test_options_at_the_ends_of_their_ranges_are_accepted(options: dict[str, Any
 def test_actions_that_do_not_start_at_zero_are_refused_with_a_way_out(
     space: spaces.Discrete, hint: str
 ) -> None:
+    """Fault 78."""
     with pytest.raises(ValueError, match=f"start at {space.start}") as error:
         make_model(TenStepEnv(action_space=space))
     assert str(space) in str(error.value)
@@ -498,6 +499,7 @@ def betas_of(model: PERDQN, total: int, *, reset_num_timesteps: bool = True) -> 
 
 
 def test_beta_goes_from_its_start_to_its_end_with_the_training() -> None:
+    """Fault 31."""
     betas = betas_of(make_model(train_freq=10), 1000)
     assert list(betas) == list(range(10, 1001, 10))
     assert betas[10] == pytest.approx(0.406)
@@ -536,6 +538,7 @@ def test_beta_is_at_its_end_at_once_with_a_fraction_of_zero() -> None:
 @pytest.mark.parametrize("total", [1, 3])
 @pytest.mark.parametrize("beta_fraction", [0.0, 0.1, 1.0])
 def test_very_short_runs_have_a_beta_too(total: int, beta_fraction: float) -> None:
+    """Fault 34."""
     betas = betas_of(make_model(beta_fraction=beta_fraction), total)
     assert list(betas) == list(range(1, total + 1))
     assert all(0.4 <= beta <= 1.0 for beta in betas.values())
@@ -584,6 +587,7 @@ def test_rounding_takes_no_beta_out_of_its_range(
 
 
 def test_beta_follows_the_progress_of_sb3_over_several_learns() -> None:
+    """Fault 32."""
     model = make_model()
     assert betas_of(model, 20)[20] == 1.0
     # The second 20 of 40 steps: halfway on
@@ -667,6 +671,7 @@ def test_a_schedule_that_starts_with_what_is_no_beta_is_refused_at_construction(
 
 @pytest.mark.parametrize("beta_fraction", [0.0, 0.5, 1.0])
 def test_the_schedule_is_no_closure(beta_fraction: float) -> None:
+    """Fault 67."""
     model = make_model(beta_fraction=beta_fraction)
     copy = pickle.loads(pickle.dumps(model.beta_schedule))
     for progress in (1.0, 0.7, 0.25, 0.0, -0.2):
@@ -681,6 +686,7 @@ def test_the_schedule_is_no_closure(beta_fraction: float) -> None:
     ids=["float", "numpy", "schedule", "numpy schedule"],
 )
 def test_the_logged_beta_is_a_plain_float(beta: Any) -> None:
+    """Fault 67."""
     model = make_model(beta=beta)
     model.set_logger(Logger(None, []))
     model.learn(2, log_interval=1000)
@@ -742,6 +748,7 @@ class Trained:
 def test_the_log_has_one_row_an_episode_with_the_values_of_the_latest_training(
     n_envs: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """Fault 72."""
     model = make_model(
         side_by_side(n_envs),
         buffer_size=40,
@@ -785,6 +792,7 @@ def test_the_log_has_one_row_an_episode_with_the_values_of_the_latest_training(
 
 
 def test_priorities_in_the_log_are_those_of_stored_transitions_alone() -> None:
+    """Fault 73."""
     model = make_model(buffer_size=1000, learning_starts=100, alpha=1.0, priority_eps=0.0)
     model.set_logger(Logger(None, []))
     model.learn(4)

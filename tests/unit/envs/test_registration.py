@@ -125,7 +125,7 @@ def test_the_cliffwalk_needs_no_time_limit() -> None:
 @every_variant
 @pytest.mark.filterwarnings("error")
 def test_gymnasium_finds_no_fault(env_id: str, kwargs: dict[str, Any]) -> None:
-    """This includes a render in each mode, as the environment has a spec."""
+    """Fault 77: This includes a render in each mode, as the environment has a spec."""
     check_env(gym.make(env_id, disable_env_checker=True, **kwargs).unwrapped)
 
 

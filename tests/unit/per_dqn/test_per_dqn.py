@@ -303,6 +303,7 @@ def test_no_network_and_no_buffer_before_they_are_asked_for() -> None:
 def test_the_td_error_is_the_one_step_error_of_the_stored_action(
     action: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Fault 38."""
     model = make_model(alpha=0.5, priority_eps=0.25)
     set_q_values(model, [2.0, -1.0, 4.0], [50.0, 60.0, 70.0], [10.0, 8.0, 9.0])
     add(model, reward=0.5, action=action)
@@ -488,6 +489,7 @@ def test_the_loss_is_the_mean_of_weighted_losses(
 def test_weights_of_zero_leave_the_parameters_alone(
     loss: str, n_steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Fault 35."""
     model = make_model(loss=loss, n_steps=n_steps)
     for reward in (3.0, -200.0, 0.1):
         add(model, reward)
@@ -604,6 +606,7 @@ def test_each_step_draws_by_the_priorities_of_the_step_before(
 def test_one_update_for_each_transition_of_all_environments(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Fault 80."""
     env = DummyVecEnv([ScriptedEnv] * 4)
     model = make_model(
         env, buffer_size=100, learning_starts=0, train_freq=4, gradient_steps=-1, batch_size=2
@@ -617,6 +620,7 @@ def test_one_update_for_each_transition_of_all_environments(
 
 
 def test_no_gradient_steps_touch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault 80."""
     model = make_model(learning_starts=0, train_freq=1, gradient_steps=0, batch_size=2)
     recorder = Recorder(model, monkeypatch)
     before = parameters_of(model)
