@@ -613,7 +613,8 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
 
         :param buffer: SB3's counterpart of this class; its arrays are taken over, not copied, so
             don't use it any more
-        :param options: the keyword-only options of this class
+        :param options: the keyword-only options of this class; ``n_steps`` and ``gamma`` are by
+            default those of an ``NStepReplayBuffer``
         :return: a prioritized buffer with the same transitions, which draws them uniformly until
             priorities are updated
         :raises ValueError: if an option is out of its range, or the buffer is of another kind
@@ -623,17 +624,18 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
                 f"only SB3's own replay buffers can be taken over, got {type(buffer).__name__}"
             )
         cls._check_observation_space(buffer.observation_space)
+        content = buffer.__dict__.copy()
+        for option in ("n_steps", "gamma"):
+            if option in content:
+                options.setdefault(option, content.pop(option))
         # The smallest buffer there is checks the options and holds them
         prioritized = cls._blank(buffer, **options)
         own = {
             name: value
             for name, value in prioritized.__dict__.items()
-            if name.startswith("_") and name not in buffer.__dict__
+            if name.startswith("_") and name not in content
         }
-        prioritized.__dict__ = {**buffer.__dict__, **own}
-        for option in ("n_steps", "gamma"):
-            # NStepReplayBuffer has them as plain attributes
-            prioritized.__dict__.pop(option, None)
+        prioritized.__dict__ = {**content, **own}
         prioritized._start_tree()
         indices = np.arange(prioritized.n_transitions)
         drawable = prioritized._is_drawable(indices)

@@ -48,10 +48,7 @@ class SumTree:
     """
 
     def __init__(self, capacity: int) -> None:
-        try:
-            size = operator.index(capacity)
-        except TypeError:
-            raise TypeError(f"`capacity` must be an integer, got {capacity!r}") from None
+        size = _as_integer("capacity", capacity)
         if size < 1:
             raise ValueError(f"`capacity` must be at least 1, got {capacity}")
         self._allocate(size)
@@ -224,7 +221,7 @@ class SumTree:
         :raises TypeError: if ``batch_size`` is not an integer
         :raises ValueError: if ``batch_size`` is below 1, or no leaf is above zero
         """
-        n = operator.index(batch_size)
+        n = _as_integer("batch_size", batch_size)
         if n < 1:
             raise ValueError(f"`batch_size` must be at least 1, got {batch_size}")
         self._require_mass()
@@ -303,6 +300,19 @@ class SumTree:
             f"priority {priority} for leaf {index} is not a finite number from 0 to "
             f"{self._limit:.4g} (largest float64 / capacity, so that the total stays finite)"
         )
+
+
+def _as_integer(name: str, value: Any) -> int:
+    """
+    :param name: of the argument, for the message
+    :param value: what the user gave
+    :return: as a plain int
+    :raises TypeError: if it is no integer
+    """
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"`{name}` must be an integer, got {value!r}") from None
 
 
 def as_indices(indices: npt.ArrayLike) -> IntArray:

@@ -28,7 +28,7 @@ from stable_baselines3.common.buffers import (
 )
 from stable_baselines3.common.save_util import load_from_pkl, save_to_pkl
 
-from sb3_per import PrioritizedReplayBuffer
+from sb3_per import PrioritizedDictReplayBuffer, PrioritizedReplayBuffer
 from sb3_per_envs import GridWorldEnv
 
 Array = npt.NDArray[Any]
@@ -82,9 +82,11 @@ def leaves(buffer: PrioritizedReplayBuffer) -> FloatArray:
 
 def arrays_of(buffer: ReplayBuffer) -> dict[str, bytes]:
     return {
-        name: value.tobytes()
+        f"{name} {key}": array.tobytes()
         for name, value in vars(buffer).items()
-        if isinstance(value, np.ndarray)
+        # Of a buffer for Dict observations, these are dicts themselves
+        for key, array in (value if isinstance(value, dict) else {"": value}).items()
+        if isinstance(array, np.ndarray)
     }
 
 
@@ -686,8 +688,9 @@ def test_a_batch_size_that_is_no_positive_integer_is_refused(batch_size: Any) ->
 
 
 def test_a_refused_batch_size_is_named() -> None:
-    with refused(make(8, n_adds=5), "`batch_size`.*-3"):
-        make(8, n_adds=5).sample(-3)
+    buffer = make(8, n_adds=5)
+    with refused(buffer, "`batch_size`.*-3"):
+        buffer.sample(-3)
 
 
 @MEMORY_MODES
@@ -1212,10 +1215,12 @@ def test_a_plain_buffer_is_taken_over_with_all_drawable_at_1(
     assert ours.priorities[newest] > 7.0
 
 
-def test_a_plain_n_step_buffer_is_taken_over_with_the_options_given() -> None:
+@pytest.mark.parametrize("options", [{}, {"n_steps": 3}, {"n_steps": 3, "gamma": 0.5}], ids=str)
+def test_a_plain_n_step_buffer_is_taken_over_with_its_options(options: dict[str, Any]) -> None:
     plain = NStepReplayBuffer(6, OBSERVATIONS, ACTIONS, "cpu", n_steps=3, gamma=0.5)
     add(plain, 8)
-    ours = PrioritizedReplayBuffer.from_replay_buffer(plain, n_steps=3, gamma=0.5)
+    ours = PrioritizedReplayBuffer.from_replay_buffer(plain, **options)
+    assert (ours.n_steps, ours.gamma) == (3, 0.5)
     np.testing.assert_array_equal(leaves(ours), 1.0)
     batch = ours.sample(12)
     expected = plain._get_samples(batch.indices)
@@ -1326,14 +1331,19 @@ class History:
         rows: int,
         n_envs: int,
         n_steps: int,
-        saving: bool,
+        mode: str,
+        shape: tuple[int, ...],
         alpha: float,
         eps: float,
         normalization: Any,
     ) -> None:
-        self.buffer = PrioritizedReplayBuffer(
+        saving = mode == "saving"
+        self.shape, self.has_dict = shape, mode == "dict"
+        box = spaces.Box(-np.inf, np.inf, shape, np.float64)
+        kind = PrioritizedDictReplayBuffer if self.has_dict else PrioritizedReplayBuffer
+        self.buffer = kind(
             rows * n_envs,
-            spaces.Box(-np.inf, np.inf, (1,), np.float64),
+            spaces.Dict({"here": box}) if self.has_dict else box,
             ACTIONS,
             "cpu",
             n_envs,
@@ -1355,6 +1365,18 @@ class History:
         transition = self.model.stored[place]
         assert transition is not None
         return transition.serial
+
+    def observe(self, values: list[int]) -> Any:
+        """Observations of the environments, full of one value each."""
+        array = np.multiply.outer(np.array(values, np.float64), np.ones(self.shape))
+        return {"here": array} if self.has_dict else array
+
+    def observed(self, observations: Any, at: int) -> float:
+        """The value that one observation of a batch is full of."""
+        array = (observations["here"] if self.has_dict else observations)[at].numpy()
+        assert array.shape == self.shape
+        assert (array == array.flat[0]).all()
+        return float(array.flat[0])
 
     def random_errors(self, rng: np.random.Generator, n: int) -> FloatArray:
         errors: FloatArray = rng.lognormal(0.0, 2.0, n) * rng.choice([-1.0, 1.0], n)
@@ -1380,8 +1402,8 @@ class History:
             transitions.append(Transition(self.serial, obs, next_obs, reward, done, timeout))
             self.observations[env] = next_obs + 1 if done else next_obs
         self.buffer.add(
-            np.array([[t.obs] for t in transitions]),
-            np.array([[t.next_obs] for t in transitions]),
+            self.observe([t.obs for t in transitions]),
+            self.observe([t.next_obs for t in transitions]),
             np.zeros(self.model.n_envs, dtype=np.int64),
             np.array([t.reward for t in transitions]),
             np.array([t.done for t in transitions]),
@@ -1405,9 +1427,9 @@ class History:
         discounts = [None] * batch_size if batch.discounts is None else batch.discounts.numpy()
         for at, place in enumerate(places):
             obs, total, next_obs, done, discount = model.expected(place)
-            assert batch.observations[at].item() == obs
+            assert self.observed(batch.observations, at) == obs
             assert batch.rewards[at].item() == total
-            assert batch.next_observations[at].item() == next_obs or next_obs == -1
+            assert next_obs in (self.observed(batch.next_observations, at), -1)
             assert batch.dones[at].item() == done
             assert discounts[at] == discount
         weights = batch.weights.numpy()
@@ -1492,7 +1514,8 @@ HISTORIES: dict[str, st.SearchStrategy[Any]] = {
             "rows": st.integers(1, 6),
             "n_envs": st.integers(1, 3),
             "n_steps": st.integers(1, 4),
-            "saving": st.booleans(),
+            "mode": st.sampled_from(["plain", "saving", "dict"]),
+            "shape": st.sampled_from([(1,), (2, 3)]),
             "alpha": st.sampled_from([0.0, 0.5, 0.6, 1.0]),
             "eps": st.sampled_from([0.0, 1e-6, 0.1]),
             "normalization": st.sampled_from(["batch", "buffer"]),
@@ -1515,12 +1538,27 @@ HISTORIES: dict[str, st.SearchStrategy[Any]] = {
     ),
 }
 # The same histories in every run, and no files
-REPEATABLE = settings(max_examples=100, deadline=None, derandomize=True, database=None)
+REPEATABLE = settings(
+    max_examples=100,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    phases=[Phase.generate, Phase.shrink],
+)
 
 
 @REPEATABLE
 @given(**HISTORIES)
 def test_random_histories_match_a_plain_model(
+    options: dict[str, Any], start: int, operations: list[tuple[str, int]]
+) -> None:
+    play(options, start, operations)
+
+
+@pytest.mark.slow
+@settings(REPEATABLE, max_examples=2000)
+@given(**HISTORIES)
+def test_thousands_of_random_histories_match_a_plain_model(
     options: dict[str, Any], start: int, operations: list[tuple[str, int]]
 ) -> None:
     play(options, start, operations)
