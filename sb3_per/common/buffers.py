@@ -10,7 +10,10 @@ import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.buffers import DictReplayBuffer, NStepReplayBuffer, ReplayBuffer
 from stable_baselines3.common.vec_env import VecEnv, VecNormalize
-from stable_baselines3.her.goal_selection_strategy import GoalSelectionStrategy
+from stable_baselines3.her.goal_selection_strategy import (
+    KEY_TO_GOAL_STRATEGY,
+    GoalSelectionStrategy,
+)
 from stable_baselines3.her.her_replay_buffer import HerReplayBuffer
 
 from sb3_per.common.importance import importance_sampling_weights
@@ -623,6 +626,8 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
             raise ValueError(
                 f"only SB3's own replay buffers can be taken over, got {type(buffer).__name__}"
             )
+        if isinstance(buffer, HerReplayBuffer) != issubclass(cls, HerReplayBuffer):
+            raise ValueError(f"{cls.__name__} can't take over a {type(buffer).__name__}")
         cls._check_observation_space(buffer.observation_space)
         content = buffer.__dict__.copy()
         for option in ("n_steps", "gamma"):
@@ -771,15 +776,21 @@ class PrioritizedHerReplayBuffer(PrioritizedDictReplayBuffer, HerReplayBuffer): 
         copy_info_dict: bool = False,
         **options: Any,
     ) -> None:
-        if options.get("n_steps", 1) != 1:
+        if not (isinstance(n_sampled_goal, int | float | np.number) and n_sampled_goal >= 0):
+            raise ValueError(f"`n_sampled_goal` must be at least 0, got {n_sampled_goal!r}")
+        if isinstance(goal_selection_strategy, str):
+            strategy = KEY_TO_GOAL_STRATEGY.get(goal_selection_strategy.lower())
+        else:
+            strategy = goal_selection_strategy
+        if not isinstance(strategy, GoalSelectionStrategy):
             raise ValueError(
-                f"`n_steps={options['n_steps']}` is not supported with hindsight experience "
-                "replay: the rewards in between belong to another goal than the relabelled one"
+                f"`goal_selection_strategy` must be one of {sorted(KEY_TO_GOAL_STRATEGY)}, got "
+                f"{goal_selection_strategy!r}"
             )
         self._her_arguments = {
             "env": env,
             "n_sampled_goal": n_sampled_goal,
-            "goal_selection_strategy": goal_selection_strategy,
+            "goal_selection_strategy": strategy,
             "copy_info_dict": copy_info_dict,
         }
         self._entry_priority = 1.0
@@ -793,6 +804,20 @@ class PrioritizedHerReplayBuffer(PrioritizedDictReplayBuffer, HerReplayBuffer): 
             handle_timeout_termination,
             **options,
         )
+
+    @property
+    def n_steps(self) -> int:
+        """Length of the returns: 1, because rewards in between would belong to another goal."""
+        return self._n_steps
+
+    @n_steps.setter
+    def n_steps(self, value: int) -> None:
+        if check_size("n_steps", value) != 1:
+            raise ValueError(
+                f"`n_steps={value}` is not supported with hindsight experience replay: the "
+                "rewards in between belong to another goal than the relabelled one"
+            )
+        self._n_steps = 1
 
     def _init_storage(self, **arguments: Any) -> None:
         super()._init_storage(**arguments, **self.__dict__.pop("_her_arguments"))
@@ -869,8 +894,8 @@ class PrioritizedHerReplayBuffer(PrioritizedDictReplayBuffer, HerReplayBuffer): 
         if self.n_transitions and not (self.ep_length > 0).any():
             return (
                 f"none of the {self.n_transitions} stored transitions belongs to an episode that "
-                "is over: hindsight needs whole episodes. Choose `learning_starts` larger than "
-                "the longest episode."
+                "is over: hindsight needs whole episodes. Choose `learning_starts`, and "
+                f"`buffer_size` (now {self.buffer_size} rows), larger than the longest episode."
             )
         return super()._why_nothing_can_be_drawn()
 

@@ -168,9 +168,10 @@ def draw(
     :param indices: shape ``(n,)``, receives the numbers of the leaves, in ascending order
     """
     n = uniforms.shape[0]
-    stratum = sums[1] / n
+    total = sums[1]
     for j in range(n):
-        uniforms[j] = (j + uniforms[j]) * stratum
+        # Not times total / n, which is zero for the smallest of totals
+        uniforms[j] = (j + uniforms[j]) / n * total
     descend(leaves, sums, first, uniforms, indices)
 
 
@@ -258,7 +259,8 @@ def write(
     first_node = np.uint64(first)
     n = indices.shape[0]
     for j in range(n):
-        leaves[np.uint64(indices[j])] = priorities[j]
+        # Adding zero makes 0.0 of -0.0
+        leaves[np.uint64(indices[j])] = priorities[j] + 0.0
     nodes = np.empty(n, np.uint64)
     changed = np.empty(n, np.uint64)
     n_nodes = 0
@@ -301,7 +303,7 @@ def fill(
     for i in range(start, stop):
         leaf = np.uint64(i)
         same = same and leaves[leaf] == priority
-        leaves[leaf] = priority
+        leaves[leaf] = priority + 0.0
     if same:
         return
     first_node = np.uint64(first)

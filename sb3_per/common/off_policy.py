@@ -102,11 +102,10 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
 
     Put it before the algorithm in the list of base classes, call :meth:`_set_per_options` between
     that algorithm's ``__init__`` (with ``_init_setup_model=False``) and ``_setup_model()``, and
-    override ``train()``. It chooses the buffer, sets beta by SB3's training progress, records the
+    override ``train()``, with :meth:`_prepare_buffer` at its beginning and :meth:`_record_per` at
+    its end. This class chooses the buffer, sets beta by SB3's training progress, records the
     ``per/…`` keys, and takes care of saving and loading.
     """
-
-    beta_schedule: Schedule
 
     def _set_per_options(
         self,
@@ -122,7 +121,7 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
         """
         Keep the options as attributes, as SB3 does: so they are saved with the model, and
         ``load(..., alpha=0.5)`` replaces one. They are checked in :meth:`_setup_model`, which
-        every way of making a model leads through.
+        every way of making a model leads through, and whenever ``train`` applies them.
         """
         self.alpha = alpha
         self.beta = beta
@@ -151,14 +150,13 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
             raise ValueError(
                 f"the actions of {self.action_space} start at {start}: Q-values are numbered from "
                 "0, so that greedy and random actions would mean different things. Wrap the "
-                "environment, for instance: gymnasium.wrappers.TransformAction(env, lambda action: "
-                f"action + {start}, gymnasium.spaces.Discrete({self.action_space.n}))"
+                f"environment in a gymnasium.ActionWrapper with the action space "
+                f"Discrete({self.action_space.n}) that adds {start} to each action."
             )
 
     def _setup_model(self) -> None:
         self._check_per_options()
         self._check_action_space()
-        self.beta_schedule = self._make_beta_schedule()
         if self.replay_buffer is None:
             self.replay_buffer = self._make_replay_buffer()
         # SB3 finds a buffer and makes none. For the time being the two attributes say what that
@@ -171,7 +169,9 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
         finally:
             self.replay_buffer_class, self.n_steps = asked_for
 
-    def _make_beta_schedule(self) -> Schedule:
+    @property
+    def beta_schedule(self) -> Schedule:
+        """Beta as a function of the progress remaining (from 1 to 0), by the present options."""
         if callable(self.beta):
             return self.beta
         return BetaSchedule(self.beta, self.beta_final, self.beta_fraction)
@@ -296,9 +296,15 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
                     f"the replay buffer in the file does not fit this model, whose own is kept: "
                     f"{what} there {theirs}, here {ours}"
                 )
+        buffer_class = self._prioritized_class()
+        if isinstance(loaded, HerReplayBuffer) != issubclass(buffer_class, HerReplayBuffer):
+            raise ValueError(
+                f"the replay buffer in the file is a {type(loaded).__name__}, this model works "
+                f"with a {buffer_class.__name__}: only one of them replays with hindsight"
+            )
         options = self._buffer_options()
         if not isinstance(loaded, PrioritizedReplayBuffer):
-            converted = self._prioritized_class().from_replay_buffer(loaded, **options)
+            converted = buffer_class.from_replay_buffer(loaded, **options)
             _warn(
                 f"the replay buffer in the file is a {type(loaded).__name__} without priorities: "
                 f"its {converted.n_transitions} transitions all start at priority 1"
@@ -320,17 +326,27 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
             )
         return loaded
 
-    def _update_beta(self) -> float:
+    def _prepare_buffer(self) -> float:
         """
-        Set the buffer's beta by the progress of training.
+        Apply the options of this model, as they are now, to its buffer, and set beta by the
+        progress of training.
 
         :return: that beta
-        :raises ValueError: if a schedule of the user's returns what is no beta
+        :raises ValueError: if an option was set to what it can't be, a schedule of the user's
+            returns what is no beta, or the buffer was replaced by one without priorities
         """
+        self._check_per_options()
         # Below 0 when several environments make more steps than were asked for
         progress_remaining = max(self._current_progress_remaining, 0.0)
         beta = check_number("beta", self.beta_schedule(progress_remaining), high=1.0)
-        cast(PrioritizedReplayBuffer, self.replay_buffer).beta = beta
+        buffer = self.replay_buffer
+        if not hasattr(buffer, "update_priorities"):
+            raise ValueError(
+                f"the replay buffer of this model is a {type(buffer).__name__}, which has no "
+                "priorities: PrioritizedReplayBuffer.from_replay_buffer makes one of it that has"
+            )
+        for name, value in {**self._buffer_options(), "beta": beta}.items():
+            setattr(buffer, name, value)
         return beta
 
     def _sample(self, batch_size: int) -> PrioritizedReplayBufferSamples:
@@ -358,10 +374,6 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
         self.logger.record("per/ess", means.ess)
         self.logger.record("per/priority_max", tree.max_priority)
         self.logger.record("per/priority_mean", tree.total / n_transitions)
-
-    def _excluded_save_params(self) -> list[str]:
-        # Made anew from the options
-        return [*super()._excluded_save_params(), "beta_schedule"]
 
 
 def _layout(space: spaces.Space[Any]) -> str:

@@ -1,6 +1,5 @@
 """Sum-tree: weighted draws among millions of priorities in logarithmic time."""
 
-import math
 import operator
 from typing import Any, SupportsIndex
 
@@ -167,19 +166,17 @@ class SumTree:
         :param stop: one past the number of the last leaf
         :param priority: finite, not negative, at most :attr:`priority_limit`
         :raises IndexError: if the run is empty or leaves ``[0, capacity)``
-        :raises TypeError: if its ends are not integers
+        :raises TypeError: if its ends are not integers, or the priority is no number
         :raises ValueError: if the priority is NaN, infinite, negative or too large. After any of
             the errors the tree is as it was.
         """
-        first, last = operator.index(start), operator.index(stop)
+        first, last = _as_integer("start", start), _as_integer("stop", stop)
         if not 0 <= first < last <= self._capacity:
             raise IndexError(
                 f"leaves {start} to {stop} (exclusive) are not a run inside [0, {self._capacity})"
             )
-        try:
-            value = float(priority)
-        except OverflowError:
-            value = math.inf
+        # Plain floats are what comes at every step of an environment
+        value = priority if type(priority) is float else float(as_floats("priority", priority))
         if not 0.0 <= value <= self._limit:
             raise self._priority_error(priority, start)
         kernels.fill(self._leaves, self._sums, self._extremes, self._first, first, last, value)
@@ -195,9 +192,10 @@ class SumTree:
         :param values: a number, or an array of any shape, in ``[0, total]``
         :return: numbers of the leaves (int64) and their priorities, each of the shape of
             ``values``
+        :raises TypeError: if a value is no number
         :raises ValueError: if a value is NaN or outside ``[0, total]``, or no leaf is above zero
         """
-        targets = np.array(values, dtype=np.float64)
+        targets = as_floats("values", values).copy()
         self._require_mass()
         total = self.total
         outside = ~((targets >= 0.0) & (targets <= total))
@@ -326,7 +324,9 @@ def as_indices(indices: npt.ArrayLike) -> IntArray:
     if places.dtype.kind not in "iu":
         if places.dtype == object and all(isinstance(place, int) for place in places.flat):
             # What NumPy makes of Python integers that fit into none of its types
-            raise IndexError(f"index {max(places.flat, key=abs)} does not fit into 64 bits")
+            largest = max(places.flat, key=abs, default=0)
+            if not -(2**63) <= largest < 2**63:
+                raise IndexError(f"index {largest} does not fit into 64 bits")
         if places.size:
             raise TypeError(f"indices must be integers, got {places.dtype} ({indices!r:.60})")
     elif places.dtype == np.uint64 and places.size and places.max() > np.iinfo(np.int64).max:
@@ -344,7 +344,11 @@ def as_floats(name: str, values: npt.ArrayLike) -> FloatArray:
     """
     numbers = np.asarray(values)
     if numbers.dtype == object and all(isinstance(number, int | float) for number in numbers.flat):
-        raise ValueError(f"{name} must fit into a float64, got {values!r:.60}")
+        try:
+            return numbers.astype(np.float64)
+        except OverflowError:
+            largest = max(numbers.flat, key=abs)
+            raise ValueError(f"{name} must fit into a float64, got {largest!r:.60}") from None
     if numbers.dtype.kind not in "fiu" and numbers.size:
         raise TypeError(f"{name} must be real numbers, got {numbers.dtype} ({values!r:.60})")
     with np.errstate(over="ignore"):

@@ -28,6 +28,10 @@ class PERDQN(PrioritizedOffPolicyAlgorithm, DQN):
     of prioritized replay come after them, by name. One thing differs from ``DQN``: transitions
     are drawn by how large their TD error was, and weigh accordingly in the loss.
 
+    The options are attributes of the model, and can be set at any time: ``train`` applies them to
+    the replay buffer. A TD error that is NaN or infinite stops training with an error, before the
+    networks have changed.
+
     :param policy: The policy model to use (MlpPolicy, CnnPolicy, ...)
     :param env: The environment to learn from (if registered in Gym, can be str)
     :param learning_rate: The learning rate, it can be a function of the current progress remaining
@@ -71,7 +75,8 @@ class PERDQN(PrioritizedOffPolicyAlgorithm, DQN):
     :param priority_eps: added to every absolute TD error before ``alpha`` applies, so that no
         transition is lost for good; at least 0
     :param weight_normalization: divide the weights by the largest one of the ``"batch"`` or of the
-        whole ``"buffer"``
+        whole ``"buffer"``. With the second, one very small priority among a million makes every
+        update small, as if the learning rate were lower; ``per/weight_mean`` shows by how much.
     :param double_q: choose the next action by the online network, value it by the target network
         (van Hasselt et al. 2016)
     :param loss: ``"huber"`` (smooth L1, as in DQN) or ``"mse"`` (squared error, not halved)
@@ -170,7 +175,7 @@ class PERDQN(PrioritizedOffPolicyAlgorithm, DQN):
         # Dropout and batch normalization depend on it
         self.policy.set_training_mode(True)
         self._update_learning_rate(self.policy.optimizer)
-        beta = self._update_beta()
+        beta = self._prepare_buffer()
         loss_of = LOSSES[self.loss]
 
         losses: list[float] = []

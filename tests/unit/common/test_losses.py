@@ -1,6 +1,6 @@
 """Losses: one value for each transition, from their definitions."""
 
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch as th
@@ -51,8 +51,8 @@ def test_known_losses_are_accepted(loss: str) -> None:
     check_loss(loss)
 
 
-@pytest.mark.parametrize("loss", ["l1", "Huber", "", "mse "])
-def test_an_unknown_loss_is_refused(loss: str) -> None:
+@pytest.mark.parametrize("loss", ["l1", "Huber", "", "mse ", None, ["huber"], F.mse_loss])
+def test_an_unknown_loss_is_refused(loss: Any) -> None:
     with pytest.raises(ValueError, match=r"`loss` must be one of \['huber', 'mse'\]") as refusal:
         check_loss(loss)
     assert str(refusal.value).endswith(f"got {loss!r}")

@@ -371,14 +371,33 @@ def test_no_draw_reaches_a_leaf_of_zero(capacity: int, place: float) -> None:
             assert set(everything[leaves[everything] > 1e-3].tolist()) <= many
 
 
-@pytest.mark.parametrize("place", [0.0, BELOW_ONE])
-def test_a_stratum_rounded_past_the_total_ends_at_the_last_leaf_above_zero(place: float) -> None:
-    """Half of 3 * 5e-324 is rounded up to 2 * 5e-324, so that two strata reach to 4 * 5e-324."""
+def test_the_smallest_of_totals_is_cut_into_strata_too() -> None:
+    """A hundredth of it is zero, a hundred hundredths of it are not."""
     tree = SumTree(40)
-    tree.fill(10, 13, TINY)
-    assert tree.total == 3 * TINY
-    indices, _ = drawn_at(tree, place, 2)
-    assert indices.tolist() == ([10, 12] if place == 0.0 else [12, 12])
+    tree.fill(10, 14, TINY)
+    assert tree.total == 4 * TINY
+    indices, _ = drawn_at(tree, 0.5, 100)
+    counts = np.bincount(indices, minlength=14)[10:]
+    assert counts.sum() == 100
+    assert (counts > 10).all()
+    assert drawn_at(tree, BELOW_ONE, 100)[0][-1] == 13
+
+
+def test_a_draw_rounded_up_to_the_total_ends_at_the_last_leaf_above_zero() -> None:
+    tree = SumTree(40)
+    tree.fill(10, 13, 1.0)
+    # (2 + the largest float below 1) / 3 is 1
+    assert drawn_at(tree, BELOW_ONE, 3)[0][-1] == 12
+    assert tree.get_leaf(tree.total)[0] == 12
+
+
+def test_zero_has_no_sign() -> None:
+    tree = filled_tree()
+    tree.update(range(70), -0.0)
+    assert str(tree.total) == "0.0"
+    tree.fill(0, 70, 1.0)
+    tree.fill(0, 70, -0.0)
+    assert str(tree.total) == str(tree[3]) == "0.0"
 
 
 def test_a_draw_takes_one_point_of_each_stratum() -> None:
@@ -428,7 +447,7 @@ def test_sample_refuses_an_empty_batch(batch_size: int) -> None:
     state = np.random.get_state()[1].copy()  # type: ignore[index]
     with pytest.raises(ValueError, match=f"`batch_size` must be at least 1, got {batch_size}"):
         tree.sample(batch_size)
-    with pytest.raises(TypeError, match="'float' object"):
+    with pytest.raises(TypeError, match=r"`batch_size` must be an integer, got 2\.0"):
         tree.sample(2.0)  # type: ignore[arg-type]
     np.testing.assert_array_equal(np.random.get_state()[1], state)  # type: ignore[index]
 
@@ -667,14 +686,14 @@ def test_update_refuses_an_index_outside_the_leaves(index: int) -> None:
     assert_valid(tree)
 
 
-@pytest.mark.parametrize("index", [2**63, 2**64, 2**70, -(2**63) - 1])
+@pytest.mark.parametrize("index", [2**63, 2**64 - 1, 2**64, 2**70, -(2**63) - 1])
 def test_indices_beyond_64_bits_are_outside_too(index: int) -> None:
     tree = filled_tree()
     before = snapshot(tree)
     for indices in (index, [index]):
-        with pytest.raises(IndexError, match=str(index)):
+        with pytest.raises(IndexError, match=f"index {index} "):
             tree.update(indices, 1.0)
-        with pytest.raises(IndexError, match=str(index)):
+        with pytest.raises(IndexError, match=f"index {index} "):
             tree[indices]
     assert snapshot(tree) == before
 
@@ -724,6 +743,41 @@ def test_fill_takes_priorities_of_any_number_type(priority: Any) -> None:
     assert_same(tree, naive)
 
 
+@pytest.mark.parametrize("priority", ["1.5", "one", b"2", None, 1j, [None], ["1.5"]], ids=repr)
+def test_priorities_that_are_no_numbers(priority: Any) -> None:
+    tree = filled_tree()
+    before = snapshot(tree)
+    with pytest.raises(TypeError):
+        tree.update([0], priority)
+    with pytest.raises(TypeError):
+        tree.fill(0, 1, priority)
+    assert snapshot(tree) == before
+
+
+def test_integers_beyond_64_bits_are_priorities_if_they_fit_into_a_float() -> None:
+    """NumPy has no integers for them and makes objects of them."""
+    tree = SumTree(6)
+    tree.update(0, 2**70)
+    tree.update([1, 2], [2**70, 0.5])
+    tree.update([3, 4], np.array([1.5, 2], dtype=object))
+    tree.fill(5, 6, 2**70)
+    assert tree[:].tolist() == [2.0**70, 2.0**70, 0.5, 1.5, 2.0, 2.0**70]
+
+
+def test_arrays_of_objects() -> None:
+    """An empty one says nothing of what it would hold."""
+    tree = filled_tree()
+    before = snapshot(tree)
+    nothing = np.array([], dtype=object)
+    tree.update(nothing, 3.0)
+    tree.update([], nothing)
+    tree.update(nothing, nothing)
+    assert tree[nothing].shape == (0,)
+    with pytest.raises(TypeError, match="indices must be integers, got object"):
+        tree.update(np.array([0, 1], dtype=object), 3.0)
+    assert snapshot(tree) == before
+
+
 def test_integers_too_large_for_a_float_are_too_large() -> None:
     tree = filled_tree()
     before = snapshot(tree)
@@ -731,6 +785,21 @@ def test_integers_too_large_for_a_float_are_too_large() -> None:
         tree.fill(0, 1, 10**400)
     with pytest.raises(ValueError, match="1000000"):
         tree.update(0, 10**400)
+    with pytest.raises(ValueError, match="1000000"):
+        tree.update([0, 1], [0.5, 10**400])
+    with pytest.raises(ValueError, match="1000000"):
+        tree.get_leaf(10**400)
+    assert snapshot(tree) == before
+
+
+def test_a_longdouble_too_large_for_a_float_is_infinite() -> None:
+    tree = filled_tree()
+    before = snapshot(tree)
+    huge: Any = np.longdouble("1e400")
+    with pytest.raises(ValueError, match="priority inf for leaf 0"):
+        tree.update(0, huge)
+    with pytest.raises(ValueError, match=r"priority (inf|1e\+400) for leaf 0"):
+        tree.fill(0, 1, huge)
     assert snapshot(tree) == before
 
 
@@ -766,7 +835,8 @@ def test_fill_refuses_what_is_no_run_of_leaves(start: int, stop: int) -> None:
 def test_fill_refuses_ends_that_are_no_integers(start: Any, stop: Any) -> None:
     tree = filled_tree()
     before = snapshot(tree)
-    with pytest.raises(TypeError):
+    wrong = start if isinstance(start, float | str) else stop
+    with pytest.raises(TypeError, match=re.escape(f"must be an integer, got {wrong!r}")):
         tree.fill(start, stop, 1.0)
     assert snapshot(tree) == before
 

@@ -281,7 +281,6 @@ def test_every_argument_arrives() -> None:
         "weight_normalization",
         "double_q",
         "loss",
-        "beta_schedule",
     }
     buffer = buffer_of(model)
     assert (buffer.buffer_size, buffer.alpha, buffer.eps, buffer.beta) == (33, 0.3, 0.01, 0.2)
@@ -293,7 +292,6 @@ def test_no_network_and_no_buffer_before_they_are_asked_for() -> None:
     model = PERDQN("MlpPolicy", ScriptedEnv(), _init_setup_model=False)
     assert model.replay_buffer is None
     assert not hasattr(model, "policy")
-    assert not hasattr(model, "beta_schedule")
 
 
 # --- targets and TD errors

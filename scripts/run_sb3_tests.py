@@ -1,0 +1,198 @@
+"""
+Run Stable-Baselines3's own tests of DQN against PERDQN.
+
+Usage, with a checkout of SB3 of the installed version, or near it::
+
+    git clone --branch v2.9.2 https://github.com/DLR-RM/stable-baselines3 somewhere
+    python scripts/run_sb3_tests.py somewhere
+
+The tests are copied away from the checkout, so that they test the stable_baselines3 that is
+installed. They run twice: as they are, then with ``stable_baselines3.DQN`` and
+``stable_baselines3.dqn.DQN`` replaced by PERDQN before any test is imported. Test files that can't
+be imported (SB3's own extras are needed for some) are left out and named. The exit status is 1 if
+a test passes for DQN but not for PERDQN, and 2 if there was nothing to compare.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import stable_baselines3
+import stable_baselines3.dqn
+
+from sb3_per import PERDQN
+
+#: Tell the plugin, which runs in another process, what to do
+REPORT_VARIABLE = "SB3_TESTS_REPORT"
+ALGORITHM_VARIABLE = "SB3_TESTS_ALGORITHM"
+
+OUTCOMES = ("passed", "failed", "skipped")
+
+
+class Report(NamedTuple):
+    """
+    What one run of the tests gave.
+
+    :param outcomes: by the id of the test, under the name that it has for DQN
+    :param reasons: why, for those that failed
+    :param left_out: reasons by the names of the files that can't be imported
+    """
+
+    outcomes: dict[str, str]
+    reasons: dict[str, str]
+    left_out: dict[str, str]
+
+
+class Reporter:
+    """
+    Plugin of pytest that writes a report.
+
+    :param path: of the file to write
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.report = Report({}, {}, {})
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Keep what can't be imported in mind."""
+        if report.failed:
+            self.report.left_out[report.nodeid] = _reason(report.longreprtext)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Keep the outcome of a test in mind; a failure in its set-up or tear-down counts too."""
+        name = report.nodeid.replace("PERDQN", "DQN")
+        if report.failed:
+            self.report.outcomes[name] = "failed"
+            self.report.reasons[name] = _reason(report.longreprtext)
+        elif report.when == "call" or report.skipped:
+            self.report.outcomes.setdefault(name, report.outcome)
+
+    def pytest_sessionfinish(self) -> None:
+        """Write the report."""
+        self.path.write_text(json.dumps(self.report._asdict()), encoding="utf-8")
+
+
+def _reason(text: str) -> str:
+    """
+    :param text: how pytest prints an exception
+    :return: its first line that names an error, else its last line
+    """
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
+    errors = [line[2:].strip() for line in lines if line.startswith("E ")]
+    return errors[0] if errors else lines[-1]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Take the place of DQN; pytest calls it before it imports any test."""
+    if os.environ[ALGORITHM_VARIABLE] == "PERDQN":
+        stable_baselines3.DQN = PERDQN  # type: ignore[misc]
+        stable_baselines3.dqn.DQN = PERDQN  # type: ignore[misc]
+    config.pluginmanager.register(Reporter(Path(os.environ[REPORT_VARIABLE])))
+
+
+def run_tests(tests: Path, algorithm: str, keyword: str) -> Report:
+    """
+    :param tests: folder with a copy of the tests
+    :param algorithm: ``"DQN"`` or ``"PERDQN"``
+    :param keyword: selects tests, as ``pytest -k`` does
+    :return: what the tests gave
+    :raises RuntimeError: if pytest ended without a report
+    """
+    folder = tests.parent
+    # A configuration of their own: none from a folder above is used
+    config = folder / "pytest.ini"
+    config.write_text("[pytest]\nmarkers = expensive\n", encoding="utf-8")
+    path = folder / f"{algorithm}.json"
+    environment = {
+        **os.environ,
+        # For the plugin, this very file; and nothing else, above all no checkout of SB3
+        "PYTHONPATH": str(Path(__file__).resolve().parent),
+        ALGORITHM_VARIABLE: algorithm,
+        REPORT_VARIABLE: str(path),
+    }
+    command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider"]
+    command += ["-p", Path(__file__).stem, "-c", str(config), "--continue-on-collection-errors"]
+    subprocess.run(
+        [*command, "-k", keyword, str(tests)],
+        cwd=folder,
+        env=environment,
+        check=False,
+    )
+    if not path.exists():
+        raise RuntimeError(f"pytest gave no report of the tests with {algorithm}")
+    return Report(**json.loads(path.read_text(encoding="utf-8")))
+
+
+def print_comparison(dqn: Report, perdqn: Report) -> list[str]:
+    """
+    :param dqn: of the tests as they are
+    :param perdqn: of the same tests with PERDQN
+    :return: the tests that pass for DQN but not for PERDQN
+    """
+    counts = [Counter(report.outcomes.values()) for report in (dqn, perdqn)]
+    print(f"\n{'tests':<10}{'DQN':>8}{'PERDQN':>8}")
+    for outcome in OUTCOMES:
+        print(f"{outcome:<10}{counts[0][outcome]:>8}{counts[1][outcome]:>8}")
+    for name, reason in {**dqn.left_out, **perdqn.left_out}.items():
+        print(f"left out, can't be imported: {name} ({reason})")
+    for name, outcome in dqn.outcomes.items():
+        if outcome == "failed":
+            print(f"fails for DQN itself: {name} ({dqn.reasons[name]})")
+    lost = [
+        name
+        for name, outcome in dqn.outcomes.items()
+        if outcome == "passed" and perdqn.outcomes.get(name) != "passed"
+    ]
+    print(f"pass for DQN but not for PERDQN: {len(lost)}")
+    for name in lost:
+        reason = perdqn.reasons.get(name, perdqn.outcomes.get(name, "not run"))
+        print(f"  {name} ({reason})")
+    return lost
+
+
+def main() -> int:
+    """
+    Run the tests twice and compare.
+
+    :return: the exit status
+    """
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("checkout", type=Path, help="folder of a checkout of Stable-Baselines3")
+    parser.add_argument(
+        "-k", default="DQN", metavar="EXPRESSION", help="which tests, as in pytest (default: DQN)"
+    )
+    arguments = parser.parse_args()
+    source = arguments.checkout / "tests"
+    if not source.is_dir():
+        parser.error(f"{source} is no folder")
+
+    version = arguments.checkout / "stable_baselines3" / "version.txt"
+    origin = version.read_text(encoding="utf-8").strip() if version.exists() else "unknown"
+    with tempfile.TemporaryDirectory() as folder:
+        tests = Path(shutil.copytree(source, Path(folder) / "tests"))
+        reports = []
+        for algorithm in ("DQN", "PERDQN"):
+            print(f"--- {algorithm} ---", flush=True)
+            reports.append(run_tests(tests, algorithm, arguments.k))
+    print(f"\nstable_baselines3 {stable_baselines3.__version__}, tests of version {origin}")
+    lost = print_comparison(*reports)
+    if "passed" not in reports[0].outcomes.values():
+        print("no test passed for DQN: there is nothing to compare")
+        return 2
+    return 1 if lost else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
