@@ -273,6 +273,8 @@ def main(arguments: list[str] | None = None) -> None:
     print_table(outcomes)
     draw(outcomes, options.picture)
     print(f"\nlearning curves: {options.picture}")
+    if len(options.seeds) == 1:
+        print("One seed shows how it runs, not which one is better: --seeds 1 2 3 trains more.")
 
 
 if __name__ == "__main__":

@@ -31,6 +31,9 @@ __all__ = ["BatchStatistics", "PrioritizedOffPolicyAlgorithm"]
 #: SB3's own default, for those who ask for its n-step buffer and name no number
 SB3_DEFAULT_N_STEPS = 3
 
+#: How far a schedule of the user's may leave [0, 1]: SB3's LinearSchedule does by some 1e-16
+ROUNDING = 1e-9
+
 #: What a buffer class of SB3's stands for. Not here: NStepReplayBuffer, whose counterpart depends
 #: on the observations.
 COUNTERPARTS: dict[type[ReplayBuffer], type[PrioritizedReplayBuffer]] = {
@@ -176,6 +179,18 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
             return self.beta
         return BetaSchedule(self.beta, self.beta_final, self.beta_fraction)
 
+    def _scheduled_beta(self, progress_remaining: float) -> float:
+        """
+        :param progress_remaining: from 1 to 0, or below when several environments make more steps
+            than were asked for
+        :return: beta at this point of training
+        :raises ValueError: if a schedule of the user's returns what is no beta
+        """
+        beta = self.beta_schedule(max(progress_remaining, 0.0))
+        if isinstance(beta, float) and -ROUNDING <= beta <= 1.0 + ROUNDING:
+            beta = min(max(beta, 0.0), 1.0)
+        return check_number("beta", beta, high=1.0)
+
     def _make_replay_buffer(self) -> PrioritizedReplayBuffer:
         """
         :return: the buffer that the options, ``replay_buffer_class`` and ``replay_buffer_kwargs``
@@ -204,7 +219,7 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
                     f"`replay_buffer_kwargs` has {name}={given!r}, but `{option}` of "
                     f"{type(self).__name__} is {options[name]!r}: give it once, as `{option}`"
                 )
-        options["beta"] = check_number("beta", self.beta_schedule(1.0), high=1.0)
+        options["beta"] = self._scheduled_beta(1.0)
         if issubclass(buffer_class, HerReplayBuffer):
             if self.env is None:
                 raise ValueError(
@@ -231,7 +246,7 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
     def _wanted_n_steps(self) -> int:
         asked_for = self.replay_buffer_class
         if asked_for is NStepReplayBuffer and self.n_steps == 1:
-            return int(self.replay_buffer_kwargs.get("n_steps", SB3_DEFAULT_N_STEPS))
+            return cast(int, self.replay_buffer_kwargs.get("n_steps", SB3_DEFAULT_N_STEPS))
         return self.n_steps
 
     def _prioritized_class(self) -> type[PrioritizedReplayBuffer]:
@@ -303,6 +318,15 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
                 f"with a {buffer_class.__name__}: only one of them replays with hindsight"
             )
         options = self._buffer_options()
+        for name, ours in options.items():
+            # A plain buffer has at most the options of n-step returns
+            theirs = getattr(loaded, name, ours)
+            if theirs != ours:
+                _warn(
+                    f"the replay buffer in the file was made with {name}={theirs!r}, this model "
+                    f"has {ours!r}, which applies from now on; stored priorities stay"
+                )
+                setattr(loaded, name, ours)
         if not isinstance(loaded, PrioritizedReplayBuffer):
             converted = buffer_class.from_replay_buffer(loaded, **options)
             _warn(
@@ -310,14 +334,6 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
                 f"its {converted.n_transitions} transitions all start at priority 1"
             )
             return converted
-        for name, ours in options.items():
-            theirs = getattr(loaded, name)
-            if theirs != ours:
-                _warn(
-                    f"the replay buffer in the file was made with {name}={theirs!r}, this model "
-                    f"has {ours!r}, which applies from now on; stored priorities stay"
-                )
-                setattr(loaded, name, ours)
         if loaded.optimize_memory_usage != self.optimize_memory_usage:
             _warn(
                 "the replay buffer in the file was made with "
@@ -336,9 +352,7 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
             returns what is no beta, or the buffer was replaced by one without priorities
         """
         self._check_per_options()
-        # Below 0 when several environments make more steps than were asked for
-        progress_remaining = max(self._current_progress_remaining, 0.0)
-        beta = check_number("beta", self.beta_schedule(progress_remaining), high=1.0)
+        beta = self._scheduled_beta(self._current_progress_remaining)
         buffer = self.replay_buffer
         if not hasattr(buffer, "update_priorities"):
             raise ValueError(

@@ -4,6 +4,7 @@ import csv
 import io
 import math
 import pickle
+import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -894,8 +895,17 @@ def test_a_plain_buffer_is_converted_with_a_warning(
         replay_buffer_class=OwnPrioritizedBuffer,
     )
     n = min(n_adds, 6) * n_envs
-    with pytest.warns(UserWarning, match=rf"is a {buffer_class.__name__} .* {n} tr.* priority 1"):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         model.load_replay_buffer(as_file(stored))
+    messages = [str(warning.message) for warning in caught]
+    for name, ours in (("n_steps", n_steps), ("gamma", 0.5)):
+        if getattr(stored, name, ours) != ours:
+            assert (
+                f"with {name}={getattr(stored, name)!r}, this model has {ours!r}" in messages.pop(0)
+            )
+    (message,) = messages
+    assert re.search(rf"is a {buffer_class.__name__} .* {n} tr.* priority 1", message)
 
     buffer = buffer_of(model)
     assert type(buffer) is OwnPrioritizedBuffer
@@ -1120,3 +1130,19 @@ def test_a_buffer_without_priorities_is_told_from_one_with() -> None:
         model.learn(10)
     model.replay_buffer = PrioritizedReplayBuffer.from_replay_buffer(plain)
     assert model.learn(10)._n_updates > 0
+
+
+def test_a_schedule_of_sb3_is_not_refused_for_its_rounding() -> None:
+    schedule = LinearSchedule(0.2, 1.0, 0.8)
+    assert max(schedule(1.0 - step / 10) for step in range(11)) > 1.0
+    betas = betas_of(make_model(beta=schedule), 10)
+    assert max(betas.values()) == betas[10] == 1.0
+    with pytest.raises(ValueError, match=r"`beta`.*got 1\.001"):
+        make_model(beta=lambda _: 1.001)
+
+
+@pytest.mark.parametrize("value", [None, "3", 2.5, 0])
+def test_the_n_step_class_has_its_number_checked(value: Any) -> None:
+    kwargs = {"n_steps": value}
+    with pytest.raises(ValueError, match=f"`n_steps` must be .*, got {value!r}"):
+        make_model(replay_buffer_class=NStepReplayBuffer, replay_buffer_kwargs=kwargs)
