@@ -265,6 +265,7 @@ def test_a_plain_dict_buffer_is_converted(n_steps: int, tmp_path: Path) -> None:
 @HER_CLASSES
 @pytest.mark.parametrize("n_envs", [1, 2])
 def test_hindsight_learns(n_envs: int, buffer_class: Any) -> None:
+    """Fault 58."""
     model = make_her(bits(n_envs), buffer_class=buffer_class)
     assert model.replay_buffer_class is buffer_class
     before = parameters(model)

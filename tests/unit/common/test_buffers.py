@@ -1151,6 +1151,7 @@ def test_a_copy_has_a_tree_of_its_own() -> None:
 
 
 def test_the_pickle_of_a_large_buffer_adds_at_most_9_bytes_a_transition() -> None:
+    """Fault 68."""
     n = 1_000_000
     arguments = (n, spaces.Box(-1.0, 1.0, (4,), np.float32), spaces.Discrete(2), "cpu")
     sizes = []
