@@ -329,7 +329,7 @@ def as_indices(indices: npt.ArrayLike) -> IntArray:
                 raise IndexError(f"index {largest} does not fit into 64 bits")
         if places.size:
             raise TypeError(f"indices must be integers, got {places.dtype} ({indices!r:.60})")
-    elif places.dtype == np.uint64 and places.size and places.max() > np.iinfo(np.int64).max:
+    elif places.dtype == np.uint64 and places.size and int(places.max()) >= 2**63:
         raise IndexError(f"index {places.max()} does not fit into 64 bits with a sign")
     return places.astype(np.int64, order="C", copy=False)
 
