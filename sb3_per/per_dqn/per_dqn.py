@@ -45,13 +45,15 @@ class PERDQN(PrioritizedOffPolicyAlgorithm, DQN):
         unit like ``(5, "step")`` or ``(2, "episode")``
     :param gradient_steps: how many gradient steps to do after each rollout, ``-1`` for as many as
         transitions were collected
-    :param replay_buffer_class: ``PrioritizedReplayBuffer`` or a class derived from it. A class of
-        SB3's (``ReplayBuffer``, ``NStepReplayBuffer``) stands for it.
+    :param replay_buffer_class: a prioritized buffer of this package, or a class derived from one.
+        A class of SB3's (``ReplayBuffer``, ``DictReplayBuffer``, ``NStepReplayBuffer``,
+        ``HerReplayBuffer``) stands for its prioritized counterpart; None chooses by the
+        observations.
     :param replay_buffer_kwargs: further arguments for the replay buffer; the options of this class
         can't be changed by them
     :param optimize_memory_usage: store each observation once instead of twice; needs
         ``replay_buffer_kwargs={"handle_timeout_termination": False}``, as in SB3
-    :param n_steps: length of the n-step returns
+    :param n_steps: length of the n-step returns, for ``Dict`` observations, too
     :param target_update_interval: update the target network every so many environment steps
     :param exploration_fraction: fraction of training over which the exploration rate is reduced
     :param exploration_initial_eps: initial value of random action probability
