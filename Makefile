@@ -27,9 +27,10 @@ FAST := -m "not slow" $(PYTEST_FLAGS)
 
 # The lower bounds in pyproject.toml (a test compares them), then what goes with them. The other
 # packages keep their pins; torch too, for the size of its older releases.
-OLDEST := gymnasium==0.29.1 jinja2==3.1 matplotlib==3.7 numba==0.59 numpy==1.24 pandas==2.0 \
-	rich==13 sb3-contrib==2.7 scipy==1.10 stable-baselines3==2.7 tensorboard==2.18 tqdm==4.64 \
-	tyro==0.9 contourpy==1.1 llvmlite==0.42
+OLDEST := gymnasium==0.29.1 jinja2==3.1 joblib==1.3 matplotlib==3.7 numba==0.59 numpy==1.24 \
+	pandas==2.0 pyarrow==14 pyyaml==6.0 rich==13 sb3-contrib==2.7 scipy==1.10 \
+	stable-baselines3==2.7 tensorboard==2.18 tqdm==4.64 tyro==0.9 rl-zoo3==2.7 \
+	ale-py==0.10 opencv-python==4.8.0.74 contourpy==1.1 llvmlite==0.42
 
 define make_venv
 @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
@@ -98,7 +99,7 @@ wheel-test: wheel ## Run the fast tests against the wheel in an environment of i
 commit-checks: format lint type test ## What to run before a commit
 
 constraints: ## Renew constraints.txt; torch keeps its version (needs uv)
-	pins=$$(uv pip compile --quiet --universal --python-version 3.10 --extra dev --upgrade \
+	pins=$$(uv pip compile --quiet --universal --python-version 3.10 --extra dev --extra bench --extra dask --upgrade \
 		--no-header --no-annotate -c <(grep '^torch==' constraints.txt) pyproject.toml); \
 	{ sed '/^$$/q' constraints.txt; grep -vE '^(cuda|nvidia|triton)' <<< "$$pins"; } > constraints.new; \
 	mv constraints.new constraints.txt
