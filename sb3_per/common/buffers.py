@@ -16,7 +16,7 @@ from stable_baselines3.her.goal_selection_strategy import (
 )
 from stable_baselines3.her.her_replay_buffer import HerReplayBuffer
 
-from sb3_per.common.importance import importance_sampling_weights
+from sb3_per.common.batch_kernels import gather, priorities_of, weights_of
 from sb3_per.common.sum_tree import SumTree, as_floats, as_indices
 from sb3_per.common.type_aliases import (
     PrioritizedDictReplayBufferSamples,
@@ -431,23 +431,24 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
         :param env: normalizes observations and rewards, if given
         :return: the batch, in tensors of its own on the buffer's device
         """
-        smallest = self.tree.min_priority if self.weight_normalization == "buffer" else None
-        weights = importance_sampling_weights(priorities, self.beta, smallest)
-        if self.n_steps == 1:
-            last, rewards, discounts = (indices, self._flat(self.rewards)[indices, None], None)
-            rewards = self._normalize_reward(rewards, env)
+        smallest = self.tree.min_priority if self._weight_normalization == "buffer" else 0.0
+        weights = weights_of(priorities, smallest, self._beta)
+        if self._n_steps == 1:
+            last, discounts = indices, None
         else:
-            last, rewards, discounts = self._n_step_returns(indices, env)
-        # Time limits are no end of the task: the value of the next observation counts
-        dones = self._flat(self.dones)[last] * (1 - self._flat(self.timeouts)[last])
+            last, returns, discounts = self._n_step_returns(indices, env)
+        rewards, dones = gather(
+            last, self._flat(self.rewards), self._flat(self.dones), self._flat(self.timeouts)
+        )
+        rewards = self._normalize_reward(rewards, env) if discounts is None else returns
         batch: PrioritizedReplayBufferSamples = self._batch_type(
             observations=self._observations_at(self.observations, indices, env),
-            actions=self._to_tensor(self._flat(self.actions)[indices]),
+            actions=self._to_tensor(self._flat(self.actions).take(indices, axis=0)),
             next_observations=self._next_observations_at(last, env),
-            dones=self._to_tensor(dones[:, None]),
+            dones=self._to_tensor(dones),
             rewards=self._to_tensor(rewards),
             discounts=None if discounts is None else self._to_tensor(discounts),
-            weights=self._to_tensor(weights.astype(np.float32)[:, None]),
+            weights=self._to_tensor(weights),
             indices=indices,
         )
         return batch
@@ -470,14 +471,14 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
         path = (indices[:, None] + steps * self.n_envs) % self.tree.capacity  # [batch, n_steps]
         newest_row = (self.pos - 1) % self.buffer_size
         ends = (
-            (self._flat(self.dones)[path] != 0)
-            | (self._flat(self.timeouts)[path] != 0)
+            (self._flat(self.dones).take(path) != 0)
+            | (self._flat(self.timeouts).take(path) != 0)
             | (path // self.n_envs == newest_row)
         )  # [batch, n_steps]
         last_step = np.where(ends.any(axis=1), ends.argmax(axis=1), self.n_steps - 1)  # [batch]
         within = steps <= last_step[:, None]  # [batch, n_steps]
 
-        rewards = self._normalize_reward(self._flat(self.rewards)[path], env)
+        rewards = self._normalize_reward(self._flat(self.rewards).take(path), env)
         factors = self.gamma ** steps.astype(np.float32)  # [n_steps]
         returns = (rewards * factors * within).sum(axis=1, keepdims=True)  # [batch, 1]
         discounts = self.gamma ** within.sum(axis=1, keepdims=True).astype(np.float32)
@@ -497,7 +498,9 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
         :param env: normalizes, if given
         :return: tensor, shape ``(batch, *observation)``
         """
-        return self._to_tensor(self._normalize_obs(self._flat(storage)[indices], env))
+        # `take` is several times faster than an index array for rows as short as these
+        observations = self._flat(storage).take(indices, axis=0)
+        return self._to_tensor(self._normalize_obs(observations, env))
 
     @staticmethod
     def _flat(storage: Array) -> Array:
@@ -510,6 +513,19 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
     def _to_tensor(self, array: Any) -> th.Tensor:
         # Every array that comes here was just gathered: nobody else has it, no copy is needed
         return self.to_torch(array, copy=False)
+
+    def to_torch(self, array: Array, copy: bool = True) -> th.Tensor:
+        """
+        Make a tensor of an array.
+
+        :param array: to be converted
+        :param copy: whether the tensor gets memory of its own; without effect off the CPU
+        :return: tensor on the buffer's device
+        """
+        if not copy and self.device.type == "cpu":
+            # What `as_tensor` comes to here, five times faster
+            return th.from_numpy(array)
+        return super().to_torch(array, copy)
 
     def update_priorities(self, indices: npt.ArrayLike, td_errors: Any) -> None:
         """
@@ -530,6 +546,42 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
             sum of all, or the shapes differ. After any of the errors the priorities are as they
             were.
         """
+        places, priorities = self._check_update(indices, td_errors)
+        self._was_updated = True
+        changeable = self._changeable(indices, places)
+        if changeable is not None:
+            places, priorities = places[changeable], priorities[changeable]
+        self.tree.write(places, priorities)
+
+    def _check_update(self, indices: npt.ArrayLike, td_errors: Any) -> tuple[IntArray, FloatArray]:
+        """
+        :param indices: as the caller gave them
+        :param td_errors: as the caller gave them
+        :return: the same as plain arrays, and priorities in place of errors, shape ``(n,)`` each
+        """
+        if isinstance(td_errors, th.Tensor) and td_errors.device.type == "cpu":
+            td_errors = td_errors.detach()
+            if td_errors.dtype == th.float32:
+                td_errors = td_errors.numpy()
+        if (
+            type(indices) is type(td_errors) is np.ndarray
+            and indices.dtype == np.int64
+            and indices.ndim == 1
+            and td_errors.dtype == np.float32
+            and td_errors.shape in ((len(indices),), (len(indices), 1))
+        ):
+            # What a training loop gives
+            priorities, is_well = priorities_of(
+                td_errors.ravel(),
+                indices,
+                self.n_transitions,
+                self._eps,
+                self._alpha,
+                self.tree.priority_limit,
+            )
+            if is_well:
+                return indices, priorities
+        # Anything else is converted as far as it can be, and what is wrong with it is said
         places = self._check_indices(indices)
         errors = self._check_td_errors(td_errors, places)
         with np.errstate(over="ignore"):
@@ -543,11 +595,7 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
                 f"{self.tree.priority_limit:.4g}, the most with which the sum of "
                 f"{self.tree.capacity} priorities stays finite"
             )
-        self._was_updated = True
-        changeable = self._changeable(indices, places)
-        if changeable is not None:
-            places, priorities = places[changeable], priorities[changeable]
-        self.tree.update(places, priorities)
+        return places, priorities
 
     def _check_indices(self, indices: npt.ArrayLike) -> IntArray:
         places = as_indices(indices.cpu().numpy() if isinstance(indices, th.Tensor) else indices)
@@ -724,7 +772,9 @@ class PrioritizedDictReplayBuffer(PrioritizedReplayBuffer, DictReplayBuffer):  #
     def _observations_at(
         self, storage: dict[str, Array], indices: IntArray, env: VecNormalize | None
     ) -> dict[str, th.Tensor]:
-        observations = {key: self._flat(array)[indices] for key, array in storage.items()}
+        observations = {
+            key: self._flat(array).take(indices, axis=0) for key, array in storage.items()
+        }
         normalized = self._normalize_obs(observations, env)
         return {key: self._to_tensor(array) for key, array in normalized.items()}  # type: ignore[union-attr]
 

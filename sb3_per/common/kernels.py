@@ -40,7 +40,7 @@ _U7 = np.uint64(7)
 _NOWHERE = np.uint64(2**64 - 1)
 
 
-def _jit(function: _F) -> _F:
+def compile_kernel(function: _F) -> _F:
     """
     Compile on the first call and keep the result on disk.
 
@@ -57,7 +57,7 @@ def _jit(function: _F) -> _F:
     return cast(_F, compiled)
 
 
-@_jit
+@compile_kernel
 def _sum_block(leaves: FloatArray, start: np.uint64) -> float:
     left = (leaves[start] + leaves[start + _U1]) + (leaves[start + _U2] + leaves[start + _U3])
     right = (leaves[start + _U4] + leaves[start + _U5]) + (
@@ -66,7 +66,7 @@ def _sum_block(leaves: FloatArray, start: np.uint64) -> float:
     return float(left + right)
 
 
-@_jit
+@compile_kernel
 def _refresh_block(
     leaves: FloatArray, sums: FloatArray, extremes: FloatArray, first: np.uint64, block: np.uint64
 ) -> bool:
@@ -90,7 +90,7 @@ def _refresh_block(
     return bool(changed)
 
 
-@_jit
+@compile_kernel
 def _refresh_extremes(extremes: FloatArray, node: np.uint64) -> bool:
     """
     Recompute the largest and smallest leaf below one inner node.
@@ -107,7 +107,7 @@ def _refresh_extremes(extremes: FloatArray, node: np.uint64) -> bool:
     return bool(changed)
 
 
-@_jit
+@compile_kernel
 def descend(
     leaves: FloatArray, sums: FloatArray, first: int, values: FloatArray, indices: IntArray
 ) -> None:
@@ -155,7 +155,7 @@ def descend(
         values[j] = leaves[leaf]
 
 
-@_jit
+@compile_kernel
 def draw(
     leaves: FloatArray, sums: FloatArray, first: int, uniforms: FloatArray, indices: IntArray
 ) -> None:
@@ -175,7 +175,7 @@ def draw(
     descend(leaves, sums, first, uniforms, indices)
 
 
-@_jit
+@compile_kernel
 def first_fault(indices: IntArray, priorities: FloatArray, size: int, limit: float) -> int:
     """
     Look for an entry that must not be written.
@@ -191,7 +191,7 @@ def first_fault(indices: IntArray, priorities: FloatArray, size: int, limit: flo
     return -1
 
 
-@_jit
+@compile_kernel
 def _raise_extremes(extremes: FloatArray, nodes: NodeArray, n: int) -> None:
     """
     Recompute largest and smallest leaves from some nodes up, as far as anything changes, which is
@@ -214,7 +214,7 @@ def _raise_extremes(extremes: FloatArray, nodes: NodeArray, n: int) -> None:
         n = n_above
 
 
-@_jit
+@compile_kernel
 def _raise_sums(sums: FloatArray, nodes: NodeArray, n: int, level: np.uint64) -> None:
     """
     Recompute all sums above some nodes.
@@ -237,7 +237,7 @@ def _raise_sums(sums: FloatArray, nodes: NodeArray, n: int, level: np.uint64) ->
         level >>= _U1
 
 
-@_jit
+@compile_kernel
 def write(
     leaves: FloatArray,
     sums: FloatArray,
@@ -281,7 +281,7 @@ def write(
     _raise_sums(sums, nodes, n_nodes, first_node)
 
 
-@_jit
+@compile_kernel
 def fill(
     leaves: FloatArray,
     sums: FloatArray,

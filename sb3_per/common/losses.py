@@ -6,7 +6,7 @@ from typing import Literal
 import torch as th
 from torch.nn import functional as F
 
-__all__ = ["LOSSES", "Loss", "check_loss"]
+__all__ = ["DERIVATIVES", "LOSSES", "Loss", "check_loss", "quantile_huber_loss"]
 
 #: Names of the losses: ``"huber"`` (quadratic up to an error of 1, linear beyond; what DQN uses)
 #: or ``"mse"`` (the squared error, not halved)
@@ -24,6 +24,12 @@ def _mse(predictions: th.Tensor, targets: th.Tensor) -> th.Tensor:
 #: Each maps predictions and targets, shape ``(batch, 1)``, to losses, shape ``(batch, 1)``
 LOSSES: dict[str, Callable[[th.Tensor, th.Tensor], th.Tensor]] = {"huber": _huber, "mse": _mse}
 
+#: Each maps TD errors, ``targets - predictions`` of any shape, to the loss's derivative by them
+DERIVATIVES: dict[str, Callable[[th.Tensor], th.Tensor]] = {
+    "huber": lambda td_errors: td_errors.clamp(-1.0, 1.0),
+    "mse": lambda td_errors: 2.0 * td_errors,
+}
+
 
 def check_loss(loss: str) -> None:
     """
@@ -32,3 +38,36 @@ def check_loss(loss: str) -> None:
     """
     if not isinstance(loss, str) or loss not in LOSSES:
         raise ValueError(f"`loss` must be one of {sorted(LOSSES)}, got {loss!r}")
+
+
+def quantile_huber_loss(quantiles: th.Tensor, targets: th.Tensor) -> th.Tensor:
+    """
+    Quantile regression with a Huber loss, threshold 1 (Dabney et al. 2018, equations 9 and 10).
+
+    A target below a quantile counts ``1 - midpoint``, one above it ``midpoint``, which moves
+    quantile ``i`` of ``n`` to the midpoint ``(i + 0.5) / n`` of the targets' distribution.
+
+    :param quantiles: estimates, shape ``(batch, n_quantiles)``
+    :param targets: samples or quantiles of what they should be, shape ``(batch, n_targets)``; no
+        gradient flows through them
+    :return: shape ``(batch, n_targets)``, summed over the quantiles; the loss of a transition is
+        the mean of its row. The mean of all is then, to the last bit, what sb3-contrib's
+        ``quantile_huber_loss`` gives for the batch.
+    :raises ValueError: if the shapes don't go together
+
+    >>> quantile_huber_loss(th.tensor([[0.0, 1.0]]), th.tensor([[3.0]]))
+    tensor([[1.7500]])
+    """
+    if quantiles.ndim != 2 or targets.ndim != 2 or len(quantiles) != len(targets):
+        raise ValueError(
+            "`quantiles` and `targets` must have the shapes (batch, n_quantiles) and (batch, "
+            f"n_targets), got {tuple(quantiles.shape)} and {tuple(targets.shape)}"
+        )
+    n_quantiles = quantiles.shape[1]
+    midpoints = (th.arange(n_quantiles, device=quantiles.device) + 0.5) / n_quantiles
+    shape = (*quantiles.shape, targets.shape[1])
+    estimates = quantiles[:, :, None].expand(shape)
+    wanted = targets.detach()[:, None, :].expand(shape)
+    huber = F.smooth_l1_loss(estimates, wanted, reduction="none")
+    sides = th.abs(midpoints[:, None] - (wanted < estimates).float())
+    return (sides * huber).sum(dim=1)

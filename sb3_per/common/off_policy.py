@@ -1,19 +1,21 @@
 """What the algorithms with prioritized replay share."""
 
 import io
-import math
 import pathlib
 import warnings
-from typing import Any, NamedTuple, cast
+from collections.abc import Sequence
+from typing import Any, cast
 
 import numpy as np
 import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.buffers import DictReplayBuffer, NStepReplayBuffer, ReplayBuffer
 from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
-from stable_baselines3.common.type_aliases import Schedule
+from stable_baselines3.common.save_util import recursive_getattr
+from stable_baselines3.common.type_aliases import Schedule, TensorDict
 from stable_baselines3.her.her_replay_buffer import HerReplayBuffer
 
+from sb3_per.common.batch_kernels import LOSS_CODES, batch_means
 from sb3_per.common.buffers import (
     PrioritizedDictReplayBuffer,
     PrioritizedHerReplayBuffer,
@@ -22,11 +24,18 @@ from sb3_per.common.buffers import (
     check_number,
     check_weight_normalization,
 )
-from sb3_per.common.importance import effective_sample_size
 from sb3_per.common.losses import Loss, check_loss
+from sb3_per.common.training import (
+    PolicyStructure,
+    TrainingModeSwitch,
+    clip_grad_norm,
+    fuse,
+    in_rows,
+    without_fusing,
+)
 from sb3_per.common.type_aliases import PrioritizedReplayBufferSamples
 
-__all__ = ["BatchStatistics", "PrioritizedOffPolicyAlgorithm"]
+__all__ = ["PrioritizedOffPolicyAlgorithm"]
 
 #: SB3's own default, for those who ask for its n-step buffer and name no number
 SB3_DEFAULT_N_STEPS = 3
@@ -41,33 +50,6 @@ COUNTERPARTS: dict[type[ReplayBuffer], type[PrioritizedReplayBuffer]] = {
     DictReplayBuffer: PrioritizedDictReplayBuffer,
     HerReplayBuffer: PrioritizedHerReplayBuffer,
 }
-
-
-class BatchStatistics(NamedTuple):
-    """
-    What one gradient step adds to the log.
-
-    :param td_error_mean: mean of the absolute TD errors
-    :param weight_mean: mean of the importance-sampling weights
-    :param ess: effective sample size over the batch size, in ``(0, 1]``
-    """
-
-    td_error_mean: float
-    weight_mean: float
-    ess: float
-
-    @classmethod
-    def of(cls, td_errors: th.Tensor, weights: th.Tensor) -> "BatchStatistics":
-        """
-        :param td_errors: shape ``(batch, 1)``
-        :param weights: shape ``(batch, 1)``
-        :return: the statistics of the batch
-        """
-        return cls(
-            td_errors.detach().abs().mean().item(),
-            weights.mean().item(),
-            effective_sample_size(weights.cpu().numpy()),
-        )
 
 
 class BetaSchedule:
@@ -110,21 +92,28 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
     ``per/…`` keys, and takes care of saving and loading.
     """
 
+    #: Options of some of the algorithms only, checked where they are set
+    double_q: bool
+    loss: Loss
+
     def _set_per_options(
         self,
-        alpha: float,
-        beta: float | Schedule,
-        beta_final: float,
-        beta_fraction: float,
-        priority_eps: float,
-        weight_normalization: WeightNormalization,
-        double_q: bool,
-        loss: Loss,
+        *,
+        alpha: float = 0.6,
+        beta: float | Schedule = 0.4,
+        beta_final: float = 1.0,
+        beta_fraction: float = 1.0,
+        priority_eps: float = 1e-6,
+        weight_normalization: WeightNormalization = "batch",
+        **own_options: Any,
     ) -> None:
         """
         Keep the options as attributes, as SB3 does: so they are saved with the model, and
         ``load(..., alpha=0.5)`` replaces one. They are checked in :meth:`_setup_model`, which
         every way of making a model leads through, and whenever ``train`` applies them.
+
+        :param own_options: that the algorithm has besides; ``double_q`` and ``loss`` are checked
+            as those of PERDQN, for others extend :meth:`_check_per_options`
         """
         self.alpha = alpha
         self.beta = beta
@@ -132,8 +121,8 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
         self.beta_fraction = beta_fraction
         self.priority_eps = priority_eps
         self.weight_normalization = weight_normalization
-        self.double_q = double_q
-        self.loss = loss
+        for name, value in own_options.items():
+            setattr(self, name, value)
 
     def _check_per_options(self) -> None:
         self.alpha = check_number("alpha", self.alpha)
@@ -143,9 +132,10 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
         self.beta_fraction = check_number("beta_fraction", self.beta_fraction, high=1.0)
         self.priority_eps = check_number("priority_eps", self.priority_eps)
         check_weight_normalization(self.weight_normalization)
-        if not isinstance(self.double_q, bool | np.bool_):
+        if hasattr(self, "double_q") and not isinstance(self.double_q, bool | np.bool_):
             raise ValueError(f"`double_q` must be True or False, got {self.double_q!r}")
-        check_loss(self.loss)
+        if hasattr(self, "loss"):
+            check_loss(self.loss)
 
     def _check_action_space(self) -> None:
         start = getattr(self.action_space, "start", 0)
@@ -171,6 +161,9 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
             super()._setup_model()
         finally:
             self.replay_buffer_class, self.n_steps = asked_for
+        self._structure: PolicyStructure | None = None
+        TrainingModeSwitch.install(self.policy)
+        self._fuse_optimizers()
 
     @property
     def beta_schedule(self) -> Schedule:
@@ -342,26 +335,27 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
             )
         return loaded
 
-    def _prepare_buffer(self) -> float:
+    def _prepare_buffer(self) -> None:
         """
         Apply the options of this model, as they are now, to its buffer, and set beta by the
         progress of training.
 
-        :return: that beta
         :raises ValueError: if an option was set to what it can't be, a schedule of the user's
             returns what is no beta, or the buffer was replaced by one without priorities
         """
         self._check_per_options()
         beta = self._scheduled_beta(self._current_progress_remaining)
-        buffer = self.replay_buffer
+        buffer = cast(PrioritizedReplayBuffer, self.replay_buffer)
         if not hasattr(buffer, "update_priorities"):
             raise ValueError(
                 f"the replay buffer of this model is a {type(buffer).__name__}, which has no "
                 "priorities: PrioritizedReplayBuffer.from_replay_buffer makes one of it that has"
             )
-        for name, value in {**self._buffer_options(), "beta": beta}.items():
-            setattr(buffer, name, value)
-        return beta
+        for name, value in self._buffer_options().items():
+            # Most of the time it is so already
+            if getattr(buffer, name, None) != value:
+                setattr(buffer, name, value)
+        buffer.beta = beta
 
     def _sample(self, batch_size: int) -> PrioritizedReplayBufferSamples:
         """
@@ -371,23 +365,94 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
         buffer = cast(PrioritizedReplayBuffer, self.replay_buffer)
         return buffer.sample(batch_size, env=self._vec_normalize_env)
 
-    def _record_per(self, beta: float, batches: list[BatchStatistics]) -> None:
+    def _policy_parameters(self) -> tuple[th.nn.Parameter, ...]:
+        """:return: all parameters of the policy, as ``policy.parameters()`` lists them"""
+        self._structure = PolicyStructure.of(self.policy, self._structure)
+        return self._structure.parameters
+
+    def _step_policy(self, outputs: th.Tensor, gradient: th.Tensor | None = None) -> None:
+        """
+        One step of the policy's optimizer, with gradients cut to ``max_grad_norm`` where the
+        algorithm has one.
+
+        :param outputs: what to go back from: the loss, shape ``()``, or predictions of any shape
+        :param gradient: derivative of the loss by ``outputs``, same shape; not for the loss itself
+        """
+        parameters = self._policy_parameters()
+        for parameter in parameters:
+            parameter.grad = None
+        outputs.backward(gradient)  # type: ignore[no-untyped-call]
+        max_grad_norm: float | None = getattr(self, "max_grad_norm", None)
+        if max_grad_norm is not None:
+            clip_grad_norm(parameters, max_grad_norm)
+        self.policy.optimizer.step()
+
+    def _record_per(
+        self,
+        td_errors: Sequence[th.Tensor],
+        weights: Sequence[th.Tensor],
+        loss: Loss | None = None,
+    ) -> None:
         """
         Record the ``per/…`` keys of one call of ``train``.
 
-        :param beta: that was used
-        :param batches: one for each gradient step, at least one; the log gets their means
+        :param td_errors: those of each gradient step, shape ``(batch, 1)``; at least one step
+        :param weights: of the same batches, same shape
+        :param loss: record ``train/loss``, too, the mean of the weighted losses of the TD errors
         """
-        tree = cast(PrioritizedReplayBuffer, self.replay_buffer).tree
-        n_transitions = cast(PrioritizedReplayBuffer, self.replay_buffer).n_transitions
-        columns = zip(*batches, strict=True)
-        means = BatchStatistics(*(math.fsum(column) / len(batches) for column in columns))
-        self.logger.record("per/beta", beta)
-        self.logger.record("per/td_error_mean", means.td_error_mean)
-        self.logger.record("per/weight_mean", means.weight_mean)
-        self.logger.record("per/ess", means.ess)
-        self.logger.record("per/priority_max", tree.max_priority)
-        self.logger.record("per/priority_mean", tree.total / n_transitions)
+        buffer = cast(PrioritizedReplayBuffer, self.replay_buffer)
+        td_error_mean, weight_mean, ess, loss_mean = batch_means(
+            in_rows(td_errors), in_rows(weights), LOSS_CODES[loss] if loss else 0
+        )
+        if loss:
+            self.logger.record("train/loss", loss_mean)
+        self.logger.record("per/beta", buffer.beta)
+        self.logger.record("per/td_error_mean", td_error_mean)
+        self.logger.record("per/weight_mean", weight_mean)
+        self.logger.record("per/ess", ess)
+        self.logger.record("per/priority_max", buffer.tree.max_priority)
+        self.logger.record("per/priority_mean", buffer.tree.total / buffer.n_transitions)
+
+    # Saving and loading: an optimizer made faster here is saved as the user made it, so that SB3's
+    # own algorithm loads it as one of its own.
+
+    def _fuse_optimizers(self) -> None:
+        self._fused = {
+            name
+            for name in self._get_torch_save_params()[0]
+            if isinstance(optimizer := recursive_getattr(self, name), th.optim.Optimizer)
+            and fuse(optimizer)
+        }
+
+    def get_parameters(self) -> dict[str, dict[str, Any]]:
+        """
+        As in SB3.
+
+        :return: from names of objects to their state-dicts
+        """
+        parameters = super().get_parameters()
+        for name in self._fused & parameters.keys():
+            parameters[name] = without_fusing(parameters[name])
+        return parameters
+
+    def set_parameters(
+        self,
+        load_path_or_dict: str | TensorDict,
+        exact_match: bool = True,
+        device: th.device | str = "auto",
+    ) -> None:
+        """
+        As in SB3.
+
+        :param load_path_or_dict: path of a zip file, or what :meth:`get_parameters` returned
+        :param exact_match: whether all parameters must be there
+        :param device: on which to load the file
+        """
+        super().set_parameters(load_path_or_dict, exact_match, device)
+        self._fuse_optimizers()
+
+    def _excluded_save_params(self) -> list[str]:
+        return [*super()._excluded_save_params(), "_structure", "_fused"]
 
 
 def _layout(space: spaces.Space[Any]) -> str:

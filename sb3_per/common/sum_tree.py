@@ -156,7 +156,16 @@ class SumTree:
             if not 0 <= places[at] < self._capacity:
                 raise self._index_error(places[at])
             raise self._priority_error(values[at], places[at])
-        kernels.write(self._leaves, self._sums, self._extremes, self._first, places, values)
+        self.write(places, values)
+
+    def write(self, indices: IntArray, priorities: FloatArray) -> None:
+        """
+        What :meth:`update` does once all is checked.
+
+        :param indices: int64, shape ``(n,)``, contiguous, in ``[0, capacity)``
+        :param priorities: float64, shape ``(n,)``, contiguous, in ``[0, priority_limit]``
+        """
+        kernels.write(self._leaves, self._sums, self._extremes, self._first, indices, priorities)
 
     def fill(self, start: int, stop: int, priority: float) -> None:
         """

@@ -2,7 +2,6 @@
 
 from typing import Any, TypeVar
 
-import numpy as np
 import torch as th
 from stable_baselines3.common.buffers import ReplayBuffer
 from stable_baselines3.common.type_aliases import GymEnv, MaybeCallback, Schedule
@@ -10,8 +9,8 @@ from stable_baselines3.dqn.dqn import DQN
 from stable_baselines3.dqn.policies import DQNPolicy
 
 from sb3_per.common.buffers import WeightNormalization
-from sb3_per.common.losses import LOSSES, Loss
-from sb3_per.common.off_policy import BatchStatistics, PrioritizedOffPolicyAlgorithm
+from sb3_per.common.losses import DERIVATIVES, Loss
+from sb3_per.common.off_policy import PrioritizedOffPolicyAlgorithm
 
 __all__ = ["PERDQN"]
 
@@ -177,11 +176,11 @@ class PERDQN(PrioritizedOffPolicyAlgorithm, DQN):
         # Dropout and batch normalization depend on it
         self.policy.set_training_mode(True)
         self._update_learning_rate(self.policy.optimizer)
-        beta = self._prepare_buffer()
-        loss_of = LOSSES[self.loss]
+        self._prepare_buffer()
+        derivative = DERIVATIVES[self.loss]
 
-        losses: list[float] = []
-        statistics: list[BatchStatistics] = []
+        errors: list[th.Tensor] = []
+        weights: list[th.Tensor] = []
         for _ in range(gradient_steps):
             batch = self._sample(batch_size)
             targets = self._td_targets(
@@ -198,22 +197,19 @@ class PERDQN(PrioritizedOffPolicyAlgorithm, DQN):
             # network is still whole
             self.replay_buffer.update_priorities(batch.indices, td_errors)  # type: ignore[union-attr]
 
-            # The weight is outside the Huber loss: it scales the gradient, also of large errors
-            loss = (batch.weights * loss_of(q_values, targets)).mean()
-            self.policy.optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
-            th.nn.utils.clip_grad_norm_(self.policy.parameters(), self.max_grad_norm)
-            self.policy.optimizer.step()
+            # The derivative of mean(weight * loss) by the Q-values, which TD errors contain with a
+            # minus. The weight is outside the Huber loss: it scales large errors, too.
+            gradient = batch.weights * (-1 / batch_size) * derivative(td_errors)
+            self._step_policy(q_values, gradient)
 
-            losses.append(loss.item())
-            statistics.append(BatchStatistics.of(td_errors, batch.weights))
+            errors.append(td_errors)
+            weights.append(batch.weights)
 
         self._n_updates += gradient_steps
-        if not losses:
+        if not errors:
             return
         self.logger.record("train/n_updates", self._n_updates, exclude="tensorboard")
-        self.logger.record("train/loss", np.mean(losses))
-        self._record_per(beta, statistics)
+        self._record_per(errors, weights, self.loss)
 
     def _td_targets(
         self,

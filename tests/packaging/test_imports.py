@@ -14,9 +14,14 @@ import pytest
 # ``sb3_per`` stands for the package's ``__init__`` alone, any other name for a module or a
 # package with all that it contains.
 LAYERS = (
-    ("sb3_per.common.importance", "sb3_per.common.losses", "sb3_per.common.type_aliases"),
+    (
+        "sb3_per.common.importance",
+        "sb3_per.common.losses",
+        "sb3_per.common.training",
+        "sb3_per.common.type_aliases",
+    ),
     ("sb3_per.common.kernels",),
-    ("sb3_per.common.sum_tree",),
+    ("sb3_per.common.batch_kernels", "sb3_per.common.sum_tree"),
     ("sb3_per.common.buffers",),
     ("sb3_per.common.off_policy",),
     ("sb3_per.per_dqn", "sb3_per.per_qrdqn"),
@@ -39,6 +44,7 @@ ALLOWED = dict.fromkeys(RANKS, CORE) | {
     "sb3_per.__main__": CORE | {"sb3_contrib"} | EXPERIMENTS,
     "sb3_per.cli": CORE | {"sb3_contrib"} | EXPERIMENTS,
     "sb3_per.common.importance": {"numpy", "sb3_per"},
+    "sb3_per.common.batch_kernels": {"numba", "numpy", "sb3_per"},
     "sb3_per.common.kernels": {"numba", "numpy", "sb3_per"},
     "sb3_per.common.sum_tree": {"numba", "numpy", "sb3_per"},
     "sb3_per.experiments": CORE | {"sb3_contrib"} | EXPERIMENTS,

@@ -157,6 +157,10 @@ def run_both(
     drawn = record_draws(prioritized, monkeypatch)
     prioritized.learn(total)
     plain = DQN(policy, make_env(), **kwargs)
+    if prioritized._fused:
+        # The same kernel for both: the loop over parameters rounds differently
+        for group in plain.policy.optimizer.param_groups:
+            group["fused"] = True
     replay_draws(plain, drawn, monkeypatch)
     plain.learn(total)
     return prioritized, plain, drawn
@@ -199,6 +203,38 @@ def test_a_whole_run_equals_that_of_dqn_to_the_last_bit(
     assert plain.replay_buffer is not None
     assert plain.replay_buffer.full, "the ring should have wrapped around"
     assert_same_run(prioritized, plain)
+
+
+@pytest.mark.parametrize(
+    "choice", [{"fused": False}, {"foreach": True}, {"foreach": False}], ids=str
+)
+def test_a_chosen_implementation_of_the_optimizer_is_that_of_dqn(
+    choice: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prioritized, plain, _ = run_both(
+        monkeypatch,
+        lambda: walks(1),
+        1,
+        total=60,
+        policy_kwargs={"net_arch": [16], "optimizer_kwargs": choice},
+    )
+    assert not prioritized._fused
+    assert_same_run(prioritized, plain)
+
+
+def test_the_faster_kernel_differs_from_the_loop_over_parameters_by_rounding_alone() -> None:
+    models = [
+        PERDQN(
+            "MlpPolicy",
+            walks(1),
+            **SMALL,
+            policy_kwargs={"net_arch": [16], "optimizer_kwargs": optimizer_kwargs},
+        ).learn(60)
+        for optimizer_kwargs in ({}, {"fused": False})
+    ]
+    fused, loop = (model.policy.state_dict() for model in models)
+    for name in fused:
+        th.testing.assert_close(fused[name], loop[name], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optimizer: optimizer.__name__)

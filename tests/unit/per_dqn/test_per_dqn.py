@@ -281,6 +281,9 @@ def test_every_argument_arrives() -> None:
         "weight_normalization",
         "double_q",
         "loss",
+        # derived from the policy, and not saved
+        "_fused",
+        "_structure",
     }
     buffer = buffer_of(model)
     assert (buffer.buffer_size, buffer.alpha, buffer.eps, buffer.beta) == (33, 0.3, 0.01, 0.2)
