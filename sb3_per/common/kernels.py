@@ -325,3 +325,30 @@ def fill(
             if changed and _refresh_extremes(extremes, node):
                 any_above = True
         changed = any_above
+
+
+@compile_kernel
+def checked_write(
+    leaves: FloatArray,
+    sums: FloatArray,
+    extremes: FloatArray,
+    first: int,
+    indices: IntArray,
+    priorities: FloatArray,
+    size: int,
+    limit: float,
+) -> int:
+    """
+    :func:`write`, unless :func:`first_fault` finds one: then nothing is written.
+
+    :param first: number of the node above block 0
+    :param indices: shape ``(n,)``
+    :param priorities: shape ``(n,)``
+    :param size: how many leaves may be written to
+    :param limit: largest priority that is allowed
+    :return: position of the fault, or -1
+    """
+    at = first_fault(indices, priorities, size, limit)
+    if at < 0:
+        write(leaves, sums, extremes, first, indices, priorities)
+    return at

@@ -141,22 +141,35 @@ class SumTree:
         :raises ValueError: if a priority is NaN, infinite, negative or too large, or the lengths
             differ. After any of the errors the tree is as it was.
         """
-        places = as_indices(indices).ravel()
-        values = as_floats("priorities", priorities)
-        if values.ndim == 0:
-            values = np.full(places.shape, values)
-        values = np.ascontiguousarray(values.ravel())
+        places: IntArray
+        values: FloatArray
+        if _is_plain(indices, np.int64) and _is_plain(priorities, np.float64):
+            places, values = indices, priorities  # type: ignore[assignment]
+        else:
+            places = as_indices(indices).ravel()
+            values = as_floats("priorities", priorities)
+            if values.ndim == 0:
+                values = np.full(places.shape, values)
+            values = np.ascontiguousarray(values.ravel())
         if len(values) != len(places):
             raise ValueError(
                 f"as many priorities as indices are needed: {len(places)} indices, "
                 f"{len(values)} priorities"
             )
-        at = kernels.first_fault(places, values, self._capacity, self._limit)
+        at = kernels.checked_write(
+            self._leaves,
+            self._sums,
+            self._extremes,
+            self._first,
+            places,
+            values,
+            self._capacity,
+            self._limit,
+        )
         if at >= 0:
             if not 0 <= places[at] < self._capacity:
                 raise self._index_error(places[at])
             raise self._priority_error(values[at], places[at])
-        self.write(places, values)
 
     def write(self, indices: IntArray, priorities: FloatArray) -> None:
         """
@@ -228,13 +241,14 @@ class SumTree:
         :raises TypeError: if ``batch_size`` is not an integer
         :raises ValueError: if ``batch_size`` is below 1, or no leaf is above zero
         """
-        n = _as_integer("batch_size", batch_size)
+        n = batch_size if type(batch_size) is int else _as_integer("batch_size", batch_size)
         if n < 1:
             raise ValueError(f"`batch_size` must be at least 1, got {batch_size}")
-        self._require_mass()
+        if not self._sums[1] > 0.0:
+            self._require_mass()
         # Becomes the masses to look for, then the priorities found, all in the same memory
         priorities = np.random.random_sample(n)
-        indices = np.empty(n, dtype=np.int64)
+        indices = np.empty(n, np.int64)
         kernels.draw(self._leaves, self._sums, self._first, priorities, indices)
         return indices, priorities
 
@@ -307,6 +321,16 @@ class SumTree:
             f"priority {priority} for leaf {index} is not a finite number from 0 to "
             f"{self._limit:.4g} (largest float64 / capacity, so that the total stays finite)"
         )
+
+
+def _is_plain(array: Any, dtype: type[np.generic]) -> bool:
+    """:return: whether it can go to a kernel as it is"""
+    return (
+        type(array) is np.ndarray
+        and array.dtype == dtype
+        and array.ndim == 1
+        and array.flags.c_contiguous
+    )
 
 
 def _as_integer(name: str, value: Any) -> int:
