@@ -17,6 +17,7 @@ from stable_baselines3.her.goal_selection_strategy import (
 from stable_baselines3.her.her_replay_buffer import HerReplayBuffer
 
 from sb3_per.common.batch_kernels import gather, priorities_of, weights_of
+from sb3_per.common.rank_tree import RankTree
 from sb3_per.common.sum_tree import SumTree, as_floats, as_indices
 from sb3_per.common.type_aliases import (
     PrioritizedDictReplayBufferSamples,
@@ -24,6 +25,7 @@ from sb3_per.common.type_aliases import (
 )
 
 __all__ = [
+    "Prioritization",
     "PrioritizedDictReplayBuffer",
     "PrioritizedHerReplayBuffer",
     "PrioritizedReplayBuffer",
@@ -31,9 +33,18 @@ __all__ = [
     "check_number",
 ]
 
+#: How priorities become probabilities: in proportion, or by their ranks alone
+Prioritization = Literal["proportional", "rank"]
+
 #: What the importance-sampling weights are divided by: the largest one of the batch, or the
 #: largest one that any stored transition would have
 WeightNormalization = Literal["batch", "buffer"]
+
+#: What options that are words can be
+CHOICES: dict[str, tuple[str, ...]] = {
+    "weight_normalization": get_args(WeightNormalization),
+    "prioritization": get_args(Prioritization),
+}
 
 #: Draws without a single update after which a user is told that priorities never change
 DRAWS_BEFORE_WARNING = 1000
@@ -76,23 +87,24 @@ def check_size(name: str, value: Any) -> int:
     return int(value)
 
 
-def check_weight_normalization(value: Any) -> WeightNormalization:
+def check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
     """
+    :param name: of the option, for the message
     :param value: what the user gave
-    :return: the same
-    :raises ValueError: if it is no way of normalizing weights
+    :param allowed: what there is
+    :raises ValueError: if it is none of these
     """
-    allowed = get_args(WeightNormalization)
     if value not in allowed:
-        raise ValueError(f"`weight_normalization` must be one of {list(allowed)}, got {value!r}")
-    return value  # type: ignore[no-any-return]
+        raise ValueError(f"`{name}` must be one of {list(allowed)}, got {value!r}")
 
 
 class PrioritizedReplayBuffer(NStepReplayBuffer):
     """
     Replay buffer that draws a transition ``i`` with probability
     ``P(i) = priority_i / sum(priorities)``, where ``priority_i = (|td_error_i| + eps) ** alpha``
-    (Schaul et al. 2016, section 3.3, proportional variant).
+    (Schaul et al. 2016, section 3.3, proportional variant). With ``prioritization="rank"``,
+    ``P(i)`` is in proportion to ``(1 / rank_i) ** alpha`` instead, where rank 1 has the largest
+    ``|td_error| + eps`` (the same section's rank-based variant).
 
     It stores what SB3's ``ReplayBuffer`` stores, in the same arrays, and a batch holds the same
     numbers, bit for bit, as SB3's ``ReplayBuffer`` (or ``NStepReplayBuffer``, when ``n_steps`` is
@@ -128,6 +140,9 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
         ``n_steps=1``
     :param weight_normalization: divide weights by the largest one of the ``"batch"`` or of the
         whole ``"buffer"``
+    :param prioritization: ``"proportional"``, or ``"rank"``, for which the paper has
+        ``alpha=0.7``. :attr:`priorities` are then ``|td_error| + eps``, ranks are exact at any
+        time, and a change of ``alpha`` applies to all stored transitions.
     :raises ValueError: if an option is out of its range
     """
 
@@ -150,9 +165,17 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
         n_steps: int = 1,
         gamma: float = 0.99,
         weight_normalization: WeightNormalization = "batch",
+        prioritization: Prioritization = "proportional",
     ) -> None:
         # First of all, so that a wrong option is found before gigabytes are asked for
-        self._set_options(alpha, beta, beta_increment, eps, n_steps, gamma, weight_normalization)
+        self.alpha = alpha
+        self.beta = beta
+        self.beta_increment = beta_increment
+        self.eps = eps
+        self.n_steps = n_steps
+        self.gamma = gamma
+        self.weight_normalization = weight_normalization
+        self.prioritization = prioritization
         buffer_size = check_size("buffer_size", buffer_size)
         n_envs = check_size("n_envs", n_envs)
         self._check_observation_space(observation_space)
@@ -190,26 +213,13 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
                 f"{observation_space}; use PrioritizedDictReplayBuffer"
             )
 
-    def _set_options(
-        self,
-        alpha: float,
-        beta: float,
-        beta_increment: float,
-        eps: float,
-        n_steps: int,
-        gamma: float,
-        weight_normalization: WeightNormalization,
-    ) -> None:
-        self.alpha = alpha
-        self.beta = beta
-        self.beta_increment = beta_increment
-        self.eps = eps
-        self.n_steps = n_steps
-        self.gamma = gamma
-        self.weight_normalization = weight_normalization
-
     def _start_tree(self) -> None:
-        self.tree = SumTree(self.buffer_size * self.n_envs)
+        capacity = self.buffer_size * self.n_envs
+        self.tree: SumTree | RankTree
+        if self._prioritization == "rank":
+            self.tree = RankTree(capacity, self.alpha)
+        else:
+            self.tree = SumTree(capacity)
 
     # Options are checked wherever a value comes in, an assignment included.
 
@@ -221,6 +231,9 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
     @alpha.setter
     def alpha(self, value: float) -> None:
         self._alpha = check_number("alpha", value)
+        tree = getattr(self, "tree", None)
+        if isinstance(tree, RankTree):
+            tree.alpha = self._alpha
 
     @property
     def beta(self) -> float:
@@ -274,7 +287,31 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
 
     @weight_normalization.setter
     def weight_normalization(self, value: WeightNormalization) -> None:
-        self._weight_normalization = check_weight_normalization(value)
+        check_choice("weight_normalization", value, CHOICES["weight_normalization"])
+        self._weight_normalization = value
+
+    @property
+    def prioritization(self) -> Prioritization:
+        """``"proportional"`` or ``"rank"``. After a change, stored priorities go on counting."""
+        return self._prioritization
+
+    @prioritization.setter
+    def prioritization(self, value: Prioritization) -> None:
+        check_choice("prioritization", value, CHOICES["prioritization"])
+        before = getattr(self, "_prioritization", value)
+        self._prioritization = value
+        if value == before:
+            return
+        # A sum-tree holds powers of the errors, a rank-tree the errors themselves
+        leaves = self.tree[:]
+        with_mass = np.flatnonzero(leaves)
+        exponent = self.alpha if value == "proportional" else 1.0 / (self.alpha or np.inf)
+        self._start_tree()
+        with np.errstate(over="ignore", under="ignore"):
+            converted = leaves[with_mass] ** exponent
+        # What has mass keeps it, also where the power is too small or too large for a float
+        smallest = np.finfo(np.float64).tiny
+        self.tree.update(with_mass, np.clip(converted, smallest, self.tree.priority_limit))
 
     @property
     def n_transitions(self) -> int:
@@ -293,8 +330,8 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
     @property
     def probabilities(self) -> FloatArray:
         """Probabilities of the stored transitions to be drawn, shape ``(n_transitions,)``."""
-        priorities = self.priorities
-        return priorities / self.tree.total if priorities.any() else priorities
+        masses: FloatArray = self.tree.masses(slice(self.n_transitions))
+        return masses / self.tree.total if masses.any() else masses
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
@@ -371,11 +408,11 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
         """
         if self.tree.total == 0.0:
             raise ValueError(self._why_nothing_can_be_drawn())
-        indices, priorities = self.tree.sample(batch_size)
+        indices, masses = self.tree.sample(batch_size)
         self._last_draw = (indices, self._n_adds)
         if not self._was_updated:
             self._count_unanswered_draw()
-        return self._make_batch(indices, priorities, env)
+        return self._make_batch(indices, masses, env)
 
     def _why_nothing_can_be_drawn(self) -> str:
         if self.n_transitions == 0:
@@ -417,22 +454,22 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
         """
         envs = np.random.randint(0, high=self.n_envs, size=len(batch_inds))
         indices = np.asarray(batch_inds, dtype=np.int64) * self.n_envs + envs
-        priorities = self.tree[indices]
+        masses = self.tree.masses(indices)
         # Whoever names rows may name some that could not have been drawn: they count as likely ones
-        likely = self.tree.max_priority or 1.0
-        return self._make_batch(indices, np.where(priorities > 0.0, priorities, likely), env)
+        likely = masses.max(initial=0.0) or 1.0
+        return self._make_batch(indices, np.where(masses > 0.0, masses, likely), env)
 
     def _make_batch(
-        self, indices: IntArray, priorities: FloatArray, env: VecNormalize | None
+        self, indices: IntArray, masses: FloatArray, env: VecNormalize | None
     ) -> PrioritizedReplayBufferSamples:
         """
         :param indices: which transitions, shape ``(batch,)``
-        :param priorities: theirs, shape ``(batch,)``
+        :param masses: what they are drawn in proportion to, shape ``(batch,)``
         :param env: normalizes observations and rewards, if given
         :return: the batch, in tensors of its own on the buffer's device
         """
-        smallest = self.tree.min_priority if self._weight_normalization == "buffer" else 0.0
-        weights = weights_of(priorities, smallest, self._beta)
+        smallest = self.tree.min_mass if self._weight_normalization == "buffer" else 0.0
+        weights = weights_of(masses, smallest, self._beta)
         if self._n_steps == 1:
             last, discounts = indices, None
         else:
@@ -529,7 +566,8 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
 
     def update_priorities(self, indices: npt.ArrayLike, td_errors: Any) -> None:
         """
-        Set the priorities of transitions to ``(|td_error| + eps) ** alpha``.
+        Set the priorities of transitions to ``(|td_error| + eps) ** alpha``; with
+        ``prioritization="rank"``, to ``|td_error| + eps``.
 
         An index stands for a place. If the ``indices`` of the latest batch are given, that very
         array, then transitions that were overwritten since it was drawn keep the priority they
@@ -559,6 +597,8 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
         :param td_errors: as the caller gave them
         :return: the same as plain arrays, and priorities in place of errors, shape ``(n,)`` each
         """
+        # Ranks are taken of the errors as they are; alpha is the rank-tree's part
+        exponent = 1.0 if self._prioritization == "rank" else self._alpha
         if isinstance(td_errors, th.Tensor) and td_errors.device.type == "cpu":
             td_errors = td_errors.detach()
             if td_errors.dtype == th.float32:
@@ -576,7 +616,7 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
                 indices,
                 self.n_transitions,
                 self._eps,
-                self._alpha,
+                exponent,
                 self.tree.priority_limit,
             )
             if is_well:
@@ -585,15 +625,15 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
         places = self._check_indices(indices)
         errors = self._check_td_errors(td_errors, places)
         with np.errstate(over="ignore"):
-            priorities = (np.abs(errors) + self.eps) ** self.alpha
+            priorities = (np.abs(errors) + self.eps) ** exponent
         too_large = np.flatnonzero(~(priorities <= self.tree.priority_limit))
         if too_large.size:
             at = too_large[0]
             raise ValueError(
                 f"TD error {errors[at]} of transition {places[at]} is too large: its priority "
-                f"(|error| + eps) ** alpha = {priorities[at]} is above "
-                f"{self.tree.priority_limit:.4g}, the most with which the sum of "
-                f"{self.tree.capacity} priorities stays finite"
+                f"(|error| + eps) ** {exponent:g} = {priorities[at]} is above "
+                f"{self.tree.priority_limit:.4g}, the most that {self.tree.capacity} leaves can "
+                "hold"
             )
         return places, priorities
 
@@ -949,10 +989,8 @@ class PrioritizedHerReplayBuffer(PrioritizedDictReplayBuffer, HerReplayBuffer): 
             )
         return super()._why_nothing_can_be_drawn()
 
-    def _make_batch(
-        self, indices: IntArray, priorities: FloatArray, env: VecNormalize | None
-    ) -> Any:
-        batch = super()._make_batch(indices, priorities, env)
+    def _make_batch(self, indices: IntArray, masses: FloatArray, env: VecNormalize | None) -> Any:
+        batch = super()._make_batch(indices, masses, env)
         # At random, because a draw by priority comes in the order of the rows
         n_relabelled = int(self.her_ratio * len(indices))
         chosen = np.random.permutation(len(indices))[:n_relabelled]

@@ -17,12 +17,14 @@ from stable_baselines3.her.her_replay_buffer import HerReplayBuffer
 
 from sb3_per.common.batch_kernels import LOSS_CODES, batch_means
 from sb3_per.common.buffers import (
+    CHOICES,
+    Prioritization,
     PrioritizedDictReplayBuffer,
     PrioritizedHerReplayBuffer,
     PrioritizedReplayBuffer,
     WeightNormalization,
+    check_choice,
     check_number,
-    check_weight_normalization,
 )
 from sb3_per.common.losses import Loss, check_loss
 from sb3_per.common.training import (
@@ -105,6 +107,7 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
         beta_fraction: float = 1.0,
         priority_eps: float = 1e-6,
         weight_normalization: WeightNormalization = "batch",
+        prioritization: Prioritization = "proportional",
         **own_options: Any,
     ) -> None:
         """
@@ -121,6 +124,7 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
         self.beta_fraction = beta_fraction
         self.priority_eps = priority_eps
         self.weight_normalization = weight_normalization
+        self.prioritization = prioritization
         for name, value in own_options.items():
             setattr(self, name, value)
 
@@ -131,7 +135,8 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
         self.beta_final = check_number("beta_final", self.beta_final, high=1.0)
         self.beta_fraction = check_number("beta_fraction", self.beta_fraction, high=1.0)
         self.priority_eps = check_number("priority_eps", self.priority_eps)
-        check_weight_normalization(self.weight_normalization)
+        for name, allowed in CHOICES.items():
+            check_choice(name, getattr(self, name), allowed)
         if hasattr(self, "double_q") and not isinstance(self.double_q, bool | np.bool_):
             raise ValueError(f"`double_q` must be True or False, got {self.double_q!r}")
         if hasattr(self, "loss"):
@@ -229,6 +234,8 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
             changes during training
         """
         return {
+            # Before alpha, by which stored priorities are converted
+            "prioritization": self.prioritization,
             "alpha": self.alpha,
             "eps": self.priority_eps,
             "weight_normalization": self.weight_normalization,

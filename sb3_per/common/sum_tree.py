@@ -105,6 +105,11 @@ class SumTree:
         return float(self._extremes[3])
 
     @property
+    def min_mass(self) -> float:
+        """Smallest mass above zero, which is here the smallest priority."""
+        return self.min_priority
+
+    @property
     def priority_limit(self) -> float:
         """Largest priority that a leaf may get: ``capacity`` of them still have a finite sum."""
         return self._limit
@@ -127,6 +132,15 @@ class SumTree:
             raise self._index_error(places[outside][0])
         leaves = self._leaves[places]
         return leaves if places.ndim else float(leaves)
+
+    def masses(self, indices: npt.ArrayLike | slice) -> Any:
+        """
+        What leaves are drawn in proportion to, which is here the priorities themselves.
+
+        :param indices: as in ``tree[indices]``
+        :return: the same as ``tree[indices]``
+        """
+        return self[indices]
 
     def update(self, indices: npt.ArrayLike, priorities: npt.ArrayLike) -> None:
         """

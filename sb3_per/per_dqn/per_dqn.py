@@ -8,7 +8,7 @@ from stable_baselines3.common.type_aliases import GymEnv, MaybeCallback, Schedul
 from stable_baselines3.dqn.dqn import DQN
 from stable_baselines3.dqn.policies import DQNPolicy
 
-from sb3_per.common.buffers import WeightNormalization
+from sb3_per.common.buffers import Prioritization, WeightNormalization
 from sb3_per.common.losses import DERIVATIVES, Loss
 from sb3_per.common.off_policy import PrioritizedOffPolicyAlgorithm
 
@@ -81,6 +81,9 @@ class PERDQN(PrioritizedOffPolicyAlgorithm, DQN):
     :param double_q: choose the next action by the online network, value it by the target network
         (van Hasselt et al. 2016)
     :param loss: ``"huber"`` (smooth L1, as in DQN) or ``"mse"`` (squared error, not halved)
+    :param prioritization: ``"proportional"``, draw in proportion to
+        ``(|TD error| + eps) ** alpha``; or ``"rank"``, in proportion to ``(1 / rank) ** alpha``,
+        where rank 1 has the largest error (the paper has ``alpha=0.7``, ``beta=0.5`` for it)
     :raises ValueError: if an option is out of its range, ``replay_buffer_class`` can't be used
         with priorities, ``replay_buffer_kwargs`` contradict an option, or the actions don't start
         at 0
@@ -123,6 +126,7 @@ class PERDQN(PrioritizedOffPolicyAlgorithm, DQN):
         weight_normalization: WeightNormalization = "batch",
         double_q: bool = False,
         loss: Loss = "huber",
+        prioritization: Prioritization = "proportional",
     ) -> None:
         super().__init__(
             policy,
@@ -161,6 +165,7 @@ class PERDQN(PrioritizedOffPolicyAlgorithm, DQN):
             weight_normalization=weight_normalization,
             double_q=double_q,
             loss=loss,
+            prioritization=prioritization,
         )
         if _init_setup_model:
             self._setup_model()

@@ -5,6 +5,7 @@ import inspect
 import math
 import pickle
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -48,6 +49,7 @@ WRONG_OPTIONS: dict[str, list[Any]] = {
     "gamma": [-0.1, 1.1, math.nan, None, "high"],
     "n_steps": [0, -1, 2.0, math.nan, None, "3"],
     "weight_normalization": ["mean", "BATCH", "", None, 0, ["batch"]],
+    "prioritization": ["ranks", "RANK", "", None, 0, ["rank"]],
 }
 
 
@@ -159,6 +161,7 @@ def test_names_order_and_defaults_of_the_arguments() -> None:
         "n_steps": 1,
         "gamma": 0.99,
         "weight_normalization": "batch",
+        "prioritization": "proportional",
     }
 
 
@@ -1459,7 +1462,9 @@ class History:
     def update_that_is_refused(self, rng: np.random.Generator) -> None:
         good = rng.integers(0, max(self.model.n_stored, 1), 3)
         bad_errors, bad_places = rng.random(3), good.copy()
-        bad_errors[rng.integers(3)] = rng.choice([math.nan, math.inf, -math.inf, 1.7e308])
+        bad_errors[rng.integers(3)] = rng.choice(
+            [math.nan, math.inf, -math.inf, sys.float_info.max]
+        )
         bad_places[rng.integers(3)] = rng.choice([-1, self.model.n_stored, 99])
         with refused(self.buffer, error=IndexError):
             self.buffer.update_priorities(bad_places, rng.random(3))

@@ -198,6 +198,7 @@ def test_the_arguments_are_those_of_dqn_then_options_by_name_only() -> None:
         "weight_normalization": "batch",
         "double_q": False,
         "loss": "huber",
+        "prioritization": "proportional",
     }
 
 
@@ -250,6 +251,7 @@ def test_every_argument_arrives() -> None:
         "weight_normalization": "buffer",
         "double_q": True,
         "loss": "mse",
+        "prioritization": "rank",
     }
     assert given.keys() == defaults.keys()
     assert [name for name in given if given[name] == defaults[name]] == ["verbose"]
@@ -281,6 +283,7 @@ def test_every_argument_arrives() -> None:
         "weight_normalization",
         "double_q",
         "loss",
+        "prioritization",
         # derived from the policy, and not saved
         "_fused",
         "_structure",
@@ -288,6 +291,7 @@ def test_every_argument_arrives() -> None:
     buffer = buffer_of(model)
     assert (buffer.buffer_size, buffer.alpha, buffer.eps, buffer.beta) == (33, 0.3, 0.01, 0.2)
     assert (buffer.n_steps, buffer.gamma, buffer.weight_normalization) == (2, 0.75, "buffer")
+    assert buffer.prioritization == "rank"
     assert (buffer.optimize_memory_usage, buffer.handle_timeout_termination) == (True, False)
 
 
