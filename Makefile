@@ -16,6 +16,7 @@ OLDEST_VENV := $(VENV)-oldest
 # A new version makes a new stamp, since an editable install keeps the version it was made with.
 VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' sb3_per/__init__.py)
 INSTALLED := $(VENV)/.installed-$(VERSION)
+BENCH_INSTALLED := $(VENV)/.bench-$(VERSION)
 
 # Errors only: a normal installation prints nothing.
 PIP_INSTALL := -m pip install -qq --disable-pip-version-check --no-input
@@ -38,7 +39,7 @@ define make_venv
 @$(PYTHON) -m venv $(1)
 endef
 
-.PHONY: help install format lint type test test-all test-oldest demo wheel wheel-test \
+.PHONY: help install format lint type test test-all test-oldest bench demo wheel wheel-test \
 	commit-checks constraints clean
 
 help: ## List the targets
@@ -78,6 +79,14 @@ test-oldest: ## Run the fast tests on the oldest dependencies allowed (Python 3.
 		-c <(grep -vFf <(printf '%s\n' $(OLDEST) | sed 's/==.*/==/') constraints.txt)
 	$(OLDEST_VENV)/bin/pytest $(FAST) -W default::DeprecationWarning \
 		-W default::PendingDeprecationWarning -W default::FutureWarning
+
+$(BENCH_INSTALLED): $(INSTALLED)
+	@rm -f $(VENV)/.bench-*
+	@$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e '.[dev,bench]'
+	@touch $@
+
+bench: $(BENCH_INSTALLED) ## Time everything against its peers; WRITE=--write renews docs/performance.md
+	$(BIN)/python -m benchmarks.run $(WRITE)
 
 demo: $(INSTALLED) ## Run examples/demo.py
 	$(BIN)/python examples/demo.py

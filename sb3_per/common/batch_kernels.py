@@ -39,6 +39,55 @@ def gather(
 
 
 @compile_kernel
+def look_ahead(
+    indices: IntArray,
+    n_envs: int,
+    newest_row: int,
+    rewards: Float32Array,
+    dones: Float32Array,
+    timeouts: Float32Array,
+    factors: Float32Array,
+) -> tuple[IntArray, Float32Array, Float32Array, Float32Array]:
+    """
+    Follow transitions up to ``n_steps``, to the end of the episode or to the newest row.
+
+    :param indices: where to start, shape ``(n,)``
+    :param newest_row: number of the row that was added last
+    :param rewards: of all transitions, one number each
+    :param dones: whether their episodes ended there
+    :param timeouts: whether that was for lack of time
+    :param factors: powers of the discount factor, shape ``(n_steps + 1,)``
+    :return: the last transition of each path, shape ``(n,)``; the rewards along a path of full
+        length, shape ``(n, n_steps)``; what they count, 0 after the end, same shape; the discount
+        of what follows, shape ``(n, 1)``
+    """
+    n = indices.shape[0]
+    n_steps = factors.shape[0] - 1
+    n_transitions = rewards.shape[0]
+    last = np.empty(n, np.int64)
+    path_rewards = np.empty((n, n_steps), np.float32)
+    counts = np.zeros((n, n_steps), np.float32)
+    discounts = np.empty((n, 1), np.float32)
+    for j in range(n):
+        i = indices[j]
+        length = 0
+        for step in range(n_steps):
+            path_rewards[j, step] = rewards[i]
+            if length == step:
+                # Not at the end yet
+                counts[j, step] = factors[step]
+                last[j] = i
+                ends = dones[i] != 0.0 or timeouts[i] != 0.0 or i // n_envs == newest_row
+                length += 0 if ends else 1
+            # One row further is n_envs transitions further
+            i += n_envs
+            if i >= n_transitions:
+                i -= n_transitions
+        discounts[j, 0] = factors[min(length + 1, n_steps)]
+    return last, path_rewards, counts, discounts
+
+
+@compile_kernel
 def weights_of(priorities: FloatArray, smallest: float, beta: float) -> Float32Array:
     """
     The weights of :func:`~sb3_per.common.importance.importance_sampling_weights`.

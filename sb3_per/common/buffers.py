@@ -16,7 +16,7 @@ from stable_baselines3.her.goal_selection_strategy import (
 )
 from stable_baselines3.her.her_replay_buffer import HerReplayBuffer
 
-from sb3_per.common.batch_kernels import gather, priorities_of, weights_of
+from sb3_per.common.batch_kernels import gather, look_ahead, priorities_of, weights_of
 from sb3_per.common.rank_tree import RankTree
 from sb3_per.common.sum_tree import SumTree, as_floats, as_indices
 from sb3_per.common.type_aliases import (
@@ -503,24 +503,18 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
         :return: the last transition of each look-ahead, shape ``(batch,)``; the discounted sum of
             rewards and the discount of what follows, both float32, shape ``(batch, 1)``
         """
-        steps = np.arange(self.n_steps)
-        # One row further is n_envs transitions further
-        path = (indices[:, None] + steps * self.n_envs) % self.tree.capacity  # [batch, n_steps]
-        newest_row = (self.pos - 1) % self.buffer_size
-        ends = (
-            (self._flat(self.dones).take(path) != 0)
-            | (self._flat(self.timeouts).take(path) != 0)
-            | (path // self.n_envs == newest_row)
-        )  # [batch, n_steps]
-        last_step = np.where(ends.any(axis=1), ends.argmax(axis=1), self.n_steps - 1)  # [batch]
-        within = steps <= last_step[:, None]  # [batch, n_steps]
-
-        rewards = self._normalize_reward(self._flat(self.rewards).take(path), env)
-        factors = self.gamma ** steps.astype(np.float32)  # [n_steps]
-        returns = (rewards * factors * within).sum(axis=1, keepdims=True)  # [batch, 1]
-        discounts = self.gamma ** within.sum(axis=1, keepdims=True).astype(np.float32)
-        last = path[np.arange(len(indices)), last_step]
-        return last, returns, discounts
+        factors = self.gamma ** np.arange(self.n_steps + 1, dtype=np.float32)
+        last, rewards, counts, discounts = look_ahead(
+            indices,
+            self.n_envs,
+            (self.pos - 1) % self.buffer_size,
+            self._flat(self.rewards),
+            self._flat(self.dones),
+            self._flat(self.timeouts),
+            factors,
+        )
+        rewards = self._normalize_reward(rewards, env)  # [batch, n_steps]
+        return last, (rewards * counts).sum(axis=1, keepdims=True), discounts
 
     def _next_observations_at(self, indices: IntArray, env: VecNormalize | None) -> Any:
         if self.optimize_memory_usage:

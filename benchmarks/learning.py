@@ -1,0 +1,140 @@
+"""Whole training runs: environment steps a second of PERDQN against SB3's DQN."""
+
+from contextlib import suppress
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch as th
+from stable_baselines3 import DQN
+from stable_baselines3.common.env_util import make_vec_env
+from stable_baselines3.common.envs import FakeImageEnv, SimpleMultiObsEnv
+
+from benchmarks.race import Contestant, Race
+from sb3_per import PERDQN
+
+ALGORITHMS: dict[str, type[DQN]] = {"DQN": DQN, "PERDQN": PERDQN}
+
+
+class Case(NamedTuple):
+    """
+    One training run.
+
+    :param train_freq: steps of each environment for one gradient step
+    :param n_envs: environments
+    :param batch_size: transitions for each gradient step
+    """
+
+    train_freq: int
+    n_envs: int
+    batch_size: int
+
+    def __str__(self) -> str:
+        envs = f"{self.n_envs} env{'s' * (self.n_envs > 1)}"
+        return f"train_freq={self.train_freq}, {envs}, batch {self.batch_size}"
+
+
+CASES = [
+    Case(train_freq, n_envs, batch_size)
+    for train_freq in (1, 4)
+    for n_envs in (1, 8)
+    for batch_size in (32, 256)
+]
+
+
+def race(case: Case, rounds: int, steps: int) -> Race:
+    """
+    CartPole-v1, ``MlpPolicy`` of two layers of 64, all else as SB3 has it.
+
+    :param case: the settings
+    :param rounds: of the race
+    :param steps: gradient steps in each turn
+    :return: seconds for a turn of each algorithm
+    """
+    models = {}
+    for name, algorithm in ALGORITHMS.items():
+        model = algorithm(
+            "MlpPolicy",
+            make_vec_env("CartPole-v1", n_envs=case.n_envs, seed=0),
+            train_freq=case.train_freq,
+            batch_size=case.batch_size,
+            buffer_size=100_000,
+            learning_starts=200,
+            seed=0,
+            device="cpu",
+        )
+        # Compiled, warm, and past the start
+        models[name] = model.learn(400)
+    total = steps * case.train_freq * case.n_envs
+    contestants: dict[str, Contestant] = {
+        name: partial(model.learn, total, reset_num_timesteps=False)
+        for name, model in models.items()
+    }
+    if case == CASES[0]:
+        with suppress(Exception):  # where it doesn't run, it doesn't take part
+            contestants["tianshou"] = tianshou_loop(steps)
+    return Race.run(f"learn, {case}", contestants, rounds, seconds=0.0)
+
+
+def tianshou_loop(steps: int) -> Contestant:
+    """
+    The DQN of tianshou with its prioritized buffer, one gradient step of 32 for each step of
+    CartPole.
+
+    :param steps: in each turn
+    :return: a turn
+    """
+    import gymnasium as gym
+    from tianshou.data import Collector, PrioritizedVectorReplayBuffer
+    from tianshou.env import DummyVectorEnv
+    from tianshou.policy import DQNPolicy
+    from tianshou.utils.net.common import Net
+
+    network = Net((4,), 2, hidden_sizes=[64, 64], device="cpu")
+    optimizer = th.optim.Adam(network.parameters(), lr=1e-4)
+    policy = DQNPolicy(network, optimizer, 0.99, 1, target_update_freq=10_000)
+    policy.set_eps(0.1)
+    buffer = PrioritizedVectorReplayBuffer(100_000, buffer_num=1, alpha=0.6, beta=0.4)
+    envs = DummyVectorEnv([lambda: gym.make("CartPole-v1")])
+    collector = Collector(policy, envs, buffer, exploration_noise=True)
+    collector.collect(n_step=200)
+
+    def turn() -> None:
+        for _ in range(steps):
+            collector.collect(n_step=1)
+            policy.update(32, buffer)
+
+    return turn
+
+
+def race_train(policy: str, rounds: int) -> Race:
+    """
+    ``train`` alone, for policies whose environments would take too long.
+
+    :param policy: ``"MlpPolicy"``, ``"CnnPolicy"`` or ``"MultiInputPolicy"``
+    :param rounds: of the race
+    :return: seconds for a gradient step of each algorithm
+    """
+    envs: dict[str, Any] = {
+        "MlpPolicy": "CartPole-v1",
+        "CnnPolicy": FakeImageEnv(
+            screen_height=84, screen_width=84, n_channels=4, discrete=True, channel_first=True
+        ),
+        "MultiInputPolicy": SimpleMultiObsEnv(random_start=False),
+    }
+    models = {
+        name: algorithm(
+            policy, envs[policy], buffer_size=1000, learning_starts=200, seed=0, device="cpu"
+        ).learn(220)
+        for name, algorithm in ALGORITHMS.items()
+    }
+    return Race.run(
+        f"train, {policy}",
+        {name: partial(model.train, 4, 32) for name, model in models.items()},
+        rounds,
+        seconds=0.2,
+    )
+
+
+def one_thread() -> None:
+    """More threads make networks as small as these slower, and times less even."""
+    th.set_num_threads(1)
