@@ -4,12 +4,23 @@ Prioritized Experience Replay (Schaul et al. 2016) for Stable-Baselines3.
 Importing this package registers the toy environments of ``sb3_per_envs``.
 """
 
+from importlib.util import find_spec as _find_spec
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
+
 import sb3_per_envs
 from sb3_per.common.buffers import (
     PrioritizedDictReplayBuffer,
     PrioritizedHerReplayBuffer,
     PrioritizedReplayBuffer,
 )
+from sb3_per.common.callbacks import (
+    PERLoggerCallback,
+    ReplaySnapshot,
+    ReplaySnapshotCallback,
+    td_errors_in_buffer,
+)
+from sb3_per.common.rank_tree import RankTree
 from sb3_per.common.sum_tree import SumTree
 from sb3_per.common.type_aliases import (
     PrioritizedDictReplayBufferSamples,
@@ -17,17 +28,37 @@ from sb3_per.common.type_aliases import (
 )
 from sb3_per.per_dqn import PERDQN
 
+if _TYPE_CHECKING:
+    from sb3_per.per_qrdqn import PERQRDQN
+
 __version__ = "0.1.0"
 
 __all__ = [
     "PERDQN",
+    "PERLoggerCallback",
     "PrioritizedDictReplayBuffer",
     "PrioritizedDictReplayBufferSamples",
     "PrioritizedHerReplayBuffer",
     "PrioritizedReplayBuffer",
     "PrioritizedReplayBufferSamples",
+    "RankTree",
+    "ReplaySnapshot",
+    "ReplaySnapshotCallback",
     "SumTree",
     "__version__",
+    "td_errors_in_buffer",
 ]
+if _find_spec("sb3_contrib"):
+    __all__ += ["PERQRDQN"]
+
+
+def __getattr__(name: str) -> _Any:
+    # Not before it is asked for: it needs sb3-contrib, and says so where that is missing
+    if name == "PERQRDQN":
+        from sb3_per.per_qrdqn import PERQRDQN
+
+        return PERQRDQN
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 sb3_per_envs.register_envs()

@@ -758,6 +758,7 @@ class PrioritizedDictReplayBuffer(PrioritizedReplayBuffer, DictReplayBuffer):  #
     :param n_steps: length of the n-step returns, at least 1
     :param gamma: discount factor for n-step returns, in ``[0, 1]``
     :param weight_normalization: ``"batch"`` or ``"buffer"``
+    :param prioritization: ``"proportional"`` or ``"rank"``
     :raises ValueError: if an option is out of its range
     """
 

@@ -28,7 +28,7 @@ LAYERS = (
     ("sb3_per.per_dqn", "sb3_per.per_qrdqn"),
     ("sb3_per.common.callbacks",),
     ("sb3_per",),
-    ("sb3_per.experiments",),
+    ("sb3_per.experiments", "sb3_per.zoo"),
     ("sb3_per.cli", "sb3_per.__main__"),
 )
 RANKS = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
@@ -38,7 +38,21 @@ NAMESPACES = {"sb3_per.common"}
 LEAVES = set(LAYERS[0])
 
 CORE = {"gymnasium", "numba", "numpy", "sb3_per", "sb3_per_envs", "stable_baselines3", "torch"}
-EXPERIMENTS = {"jinja2", "matplotlib", "pandas", "rich", "scipy", "tensorboard", "tqdm", "tyro"}
+EXPERIMENTS = {
+    "dask",
+    "distributed",
+    "jinja2",
+    "joblib",
+    "matplotlib",
+    "pandas",
+    "ray",
+    "rich",
+    "scipy",
+    "tensorboard",
+    "tqdm",
+    "tyro",
+    "yaml",
+}
 # What each part may import beside the standard library.
 ALLOWED = dict.fromkeys(RANKS, CORE) | {
     "sb3_per": CORE | {"sb3_contrib"},
@@ -52,6 +66,7 @@ ALLOWED = dict.fromkeys(RANKS, CORE) | {
     "sb3_per.common.sum_tree": {"numba", "numpy", "sb3_per"},
     "sb3_per.experiments": CORE | {"sb3_contrib"} | EXPERIMENTS,
     "sb3_per.per_qrdqn": CORE | {"sb3_contrib"},
+    "sb3_per.zoo": CORE | {"optuna", "rl_zoo3", "sb3_contrib", "yaml"},
     "sb3_per_envs": {"gymnasium", "numpy", "sb3_per_envs"},
 }
 

@@ -1,0 +1,282 @@
+"""Quantile Regression DQN with prioritized experience replay."""
+
+from typing import Any, TypeVar
+
+import torch as th
+from sb3_contrib.qrdqn.policies import QRDQNPolicy
+from sb3_contrib.qrdqn.qrdqn import QRDQN
+from stable_baselines3.common.buffers import ReplayBuffer
+from stable_baselines3.common.type_aliases import GymEnv, MaybeCallback, Schedule
+
+from sb3_per.common.buffers import Prioritization, WeightNormalization
+from sb3_per.common.losses import quantile_huber_loss
+from sb3_per.common.off_policy import PrioritizedOffPolicyAlgorithm
+
+__all__ = ["PERQRDQN"]
+
+SelfPERQRDQN = TypeVar("SelfPERQRDQN", bound="PERQRDQN")
+
+
+class PERQRDQN(PrioritizedOffPolicyAlgorithm, QRDQN):
+    """
+    Quantile Regression DQN with prioritized experience replay.
+
+    Papers: https://arxiv.org/abs/1710.10044 (Dabney et al. 2018),
+    https://arxiv.org/abs/1511.05952 (Schaul et al. 2016, algorithm 1)
+
+    Takes every argument of sb3-contrib's ``QRDQN``, in the same order and with the same meaning;
+    the options of prioritized replay come after them, by name. They are those of
+    :class:`~sb3_per.PERDQN` without ``loss``: the quantile Huber loss is what makes this
+    algorithm. As there, they can be set on the model at any time, and a TD error that is NaN or
+    infinite stops training with an error, before the networks have changed.
+
+    The error that makes a priority is the 1-Wasserstein distance between the predicted and the
+    target distribution: the mean absolute TD error over pairs of quantiles of the same rank. It is
+    what quantile regression brings down (Dabney et al. 2018), it is the absolute TD error of DQN
+    where returns are certain, and zero where both distributions agree. The mean over *all* pairs
+    of quantiles is not zero then, as soon as returns are uncertain. For another rule override
+    ``_td_errors``; ``docs/per_qrdqn.md`` compares some.
+
+    :param policy: The policy model to use (MlpPolicy, CnnPolicy, ...)
+    :param env: The environment to learn from (if registered in Gym, can be str)
+    :param learning_rate: The learning rate, it can be a function of the current progress remaining
+        (from 1 to 0)
+    :param buffer_size: maximum number of transitions in the replay buffer, over all environments
+    :param learning_starts: how many steps to collect transitions for before learning starts
+    :param batch_size: number of transitions for each gradient step
+    :param tau: the soft update coefficient ("Polyak update", between 0 and 1), 1 for hard update
+    :param gamma: the discount factor
+    :param train_freq: update the model every ``train_freq`` steps, or a tuple of frequency and
+        unit like ``(5, "step")`` or ``(2, "episode")``
+    :param gradient_steps: how many gradient steps to do after each rollout, ``-1`` for as many as
+        transitions were collected
+    :param replay_buffer_class: a prioritized buffer of this package, or a class derived from one.
+        A class of SB3's (``ReplayBuffer``, ``DictReplayBuffer``, ``NStepReplayBuffer``,
+        ``HerReplayBuffer``) stands for its prioritized counterpart; None chooses by the
+        observations.
+    :param replay_buffer_kwargs: further arguments for the replay buffer; the options of this class
+        can't be changed by them
+    :param optimize_memory_usage: store each observation once instead of twice; needs
+        ``replay_buffer_kwargs={"handle_timeout_termination": False}``, as in SB3
+    :param n_steps: length of the n-step returns, for ``Dict`` observations, too
+    :param target_update_interval: update the target network every so many environment steps
+    :param exploration_fraction: fraction of training over which the exploration rate is reduced
+    :param exploration_initial_eps: initial value of random action probability
+    :param exploration_final_eps: final value of random action probability
+    :param max_grad_norm: the maximum value for the gradient clipping; None for no clipping
+    :param stats_window_size: number of episodes over which the logged rollout values are averaged
+    :param tensorboard_log: the log location for tensorboard (if None, no logging)
+    :param policy_kwargs: additional arguments to be passed to the policy on creation;
+        ``n_quantiles`` (200 by default) among them
+    :param verbose: 0 for no output, 1 for info messages, 2 for debug messages
+    :param seed: seed for the pseudo random generators; decides the draws from the buffer, too
+    :param device: device (cpu, cuda, ...) on which the code should be run
+    :param _init_setup_model: whether or not to build the network at the creation of the instance
+    :param alpha: how much priorities count: 0 draws uniformly, 1 in proportion to the TD errors;
+        at least 0
+    :param beta: strength of the importance-sampling correction when training starts, in
+        ``[0, 1]``; or a schedule of it, a function of the progress remaining (from 1 to 0), in
+        which case ``beta_final`` and ``beta_fraction`` have no effect
+    :param beta_final: strength at the end of ``beta_fraction``, in ``[0, 1]``. In between it
+        changes linearly; ``beta_final=beta`` keeps it constant.
+    :param beta_fraction: fraction of training over which beta changes, in ``[0, 1]``
+    :param priority_eps: added to every absolute TD error before ``alpha`` applies, so that no
+        transition is lost for good; at least 0
+    :param weight_normalization: divide the weights by the largest one of the ``"batch"`` or of the
+        whole ``"buffer"``
+    :param double_q: choose the next action by the online network, take its quantiles from the
+        target network (van Hasselt et al. 2016)
+    :param prioritization: ``"proportional"``, draw in proportion to
+        ``(|TD error| + eps) ** alpha``; or ``"rank"``, in proportion to ``(1 / rank) ** alpha``,
+        where rank 1 has the largest error (Schaul et al. have ``alpha=0.7``, ``beta=0.5`` for it)
+    :raises ValueError: if an option is out of its range, ``replay_buffer_class`` can't be used
+        with priorities, ``replay_buffer_kwargs`` contradict an option, or the actions don't start
+        at 0
+    """
+
+    def __init__(
+        self,
+        policy: str | type[QRDQNPolicy],
+        env: GymEnv | str,
+        learning_rate: float | Schedule = 5e-5,
+        buffer_size: int = 1_000_000,
+        learning_starts: int = 100,
+        batch_size: int = 32,
+        tau: float = 1.0,
+        gamma: float = 0.99,
+        train_freq: int | tuple[int, str] = 4,
+        gradient_steps: int = 1,
+        replay_buffer_class: type[ReplayBuffer] | None = None,
+        replay_buffer_kwargs: dict[str, Any] | None = None,
+        optimize_memory_usage: bool = False,
+        n_steps: int = 1,
+        target_update_interval: int = 10000,
+        exploration_fraction: float = 0.005,
+        exploration_initial_eps: float = 1.0,
+        exploration_final_eps: float = 0.01,
+        max_grad_norm: float | None = None,
+        stats_window_size: int = 100,
+        tensorboard_log: str | None = None,
+        policy_kwargs: dict[str, Any] | None = None,
+        verbose: int = 0,
+        seed: int | None = None,
+        device: th.device | str = "auto",
+        _init_setup_model: bool = True,
+        *,
+        alpha: float = 0.6,
+        beta: float | Schedule = 0.4,
+        beta_final: float = 1.0,
+        beta_fraction: float = 1.0,
+        priority_eps: float = 1e-6,
+        weight_normalization: WeightNormalization = "batch",
+        double_q: bool = False,
+        prioritization: Prioritization = "proportional",
+    ) -> None:
+        super().__init__(
+            policy,
+            env,
+            learning_rate,
+            buffer_size,
+            learning_starts,
+            batch_size,
+            tau,
+            gamma,
+            train_freq,
+            gradient_steps,
+            replay_buffer_class=replay_buffer_class,
+            replay_buffer_kwargs=replay_buffer_kwargs,
+            optimize_memory_usage=optimize_memory_usage,
+            n_steps=n_steps,
+            target_update_interval=target_update_interval,
+            exploration_fraction=exploration_fraction,
+            exploration_initial_eps=exploration_initial_eps,
+            exploration_final_eps=exploration_final_eps,
+            max_grad_norm=max_grad_norm,
+            stats_window_size=stats_window_size,
+            tensorboard_log=tensorboard_log,
+            policy_kwargs=policy_kwargs,
+            verbose=verbose,
+            seed=seed,
+            device=device,
+            _init_setup_model=False,
+        )
+        self._set_per_options(
+            alpha=alpha,
+            beta=beta,
+            beta_final=beta_final,
+            beta_fraction=beta_fraction,
+            priority_eps=priority_eps,
+            weight_normalization=weight_normalization,
+            double_q=double_q,
+            prioritization=prioritization,
+        )
+        if _init_setup_model:
+            self._setup_model()
+
+    def train(self, gradient_steps: int, batch_size: int = 100) -> None:
+        """
+        Draw batches by priority, fit the quantiles to their targets and feed the TD errors back
+        (Dabney et al. 2018, algorithm 1, within Schaul et al. 2016, algorithm 1).
+
+        :param gradient_steps: how many batches
+        :param batch_size: number of transitions in each
+        """
+        # Dropout and batch normalization depend on it
+        self.policy.set_training_mode(True)
+        self._update_learning_rate(self.policy.optimizer)
+        self._prepare_buffer()
+
+        losses: list[th.Tensor] = []
+        errors: list[th.Tensor] = []
+        weights: list[th.Tensor] = []
+        for _ in range(gradient_steps):
+            batch = self._sample(batch_size)
+            targets = self._target_quantiles(
+                batch.next_observations,
+                batch.rewards,
+                batch.dones,
+                self.gamma if batch.discounts is None else batch.discounts,
+            )
+            quantiles = self.quantile_net(batch.observations)  # (batch, n_quantiles, n_actions)
+            quantiles = _of_actions(quantiles, batch.actions)  # (batch, n_quantiles)
+            td_errors = self._td_errors(quantiles.detach(), targets)
+
+            # Before the step, so that an error that is not finite stops training while the
+            # network is still whole
+            self.replay_buffer.update_priorities(batch.indices, td_errors)  # type: ignore[union-attr]
+
+            # A row for each transition, a column for each target quantile
+            loss = (batch.weights * quantile_huber_loss(quantiles, targets)).mean()
+            self._step_policy(loss)
+
+            losses.append(loss.detach())
+            errors.append(td_errors)
+            weights.append(batch.weights)
+
+        self._n_updates += gradient_steps
+        if not losses:
+            return
+        self.logger.record("train/n_updates", self._n_updates, exclude="tensorboard")
+        self.logger.record("train/loss", th.stack(losses).mean().item())
+        self._record_per(errors, weights)
+
+    def _target_quantiles(
+        self,
+        next_observations: th.Tensor,
+        rewards: th.Tensor,
+        dones: th.Tensor,
+        discounts: th.Tensor | float,
+    ) -> th.Tensor:
+        """
+        :param next_observations: shape ``(batch, *observation)``
+        :param rewards: shape ``(batch, 1)``
+        :param dones: shape ``(batch, 1)``
+        :param discounts: a number, or shape ``(batch, 1)``
+        :return: quantiles of what the returns should be, shape ``(batch, n_quantiles)``
+        """
+        with th.no_grad():
+            next_quantiles = self.quantile_net_target(next_observations)
+            chooser = self.quantile_net(next_observations) if self.double_q else next_quantiles
+            # The mean of its quantiles is the value of an action
+            best_actions = chooser.mean(dim=1).argmax(dim=1, keepdim=True)  # (batch, 1)
+            next_quantiles = _of_actions(next_quantiles, best_actions)  # (batch, n_quantiles)
+            targets: th.Tensor = rewards + (1 - dones) * discounts * next_quantiles
+        return targets
+
+    def _td_errors(self, quantiles: th.Tensor, targets: th.Tensor) -> th.Tensor:
+        """
+        :param quantiles: estimates, without gradient, in any order, shape ``(batch, n_quantiles)``
+        :param targets: what they should be, in any order, same shape
+        :return: distance between the two distributions, shape ``(batch, 1)``, at least 0
+        """
+        differences = targets.sort(dim=1).values - quantiles.sort(dim=1).values
+        return differences.abs().mean(dim=1, keepdim=True)
+
+    def learn(
+        self: SelfPERQRDQN,
+        total_timesteps: int,
+        callback: MaybeCallback = None,
+        log_interval: int = 4,
+        tb_log_name: str = "PERQRDQN",
+        reset_num_timesteps: bool = True,
+        progress_bar: bool = False,
+    ) -> SelfPERQRDQN:
+        """As ``QRDQN.learn``, under a name of its own in TensorBoard."""
+        return super().learn(
+            total_timesteps=total_timesteps,
+            callback=callback,
+            log_interval=log_interval,
+            tb_log_name=tb_log_name,
+            reset_num_timesteps=reset_num_timesteps,
+            progress_bar=progress_bar,
+        )
+
+
+def _of_actions(quantiles: th.Tensor, actions: th.Tensor) -> th.Tensor:
+    """
+    :param quantiles: of all actions, shape ``(batch, n_quantiles, n_actions)``
+    :param actions: one for each row, shape ``(batch, 1)``
+    :return: quantiles of these actions, shape ``(batch, n_quantiles)``
+    """
+    index = actions.long()[:, :, None].expand(-1, quantiles.shape[1], 1)
+    return quantiles.gather(dim=2, index=index).squeeze(dim=2)
