@@ -716,10 +716,8 @@ def _watched_sample(buffer: Any, sample: Callable[..., Any], *args: Any, **kwarg
         watch.is_drawing = False
         if actions is not None:
             buffer.actions = actions.array
-    if actions is None:
-        indices = getattr(batch, "indices", None)
-    else:
-        indices = actions.indices(buffer.n_envs)
+    given = getattr(batch, "indices", None)
+    indices = given if actions is None else actions.indices(buffer.n_envs)
     for record in watch.records:
         record.on_sample(indices)
     return batch
