@@ -11,6 +11,9 @@ from sb3_per.common.kernels import BLOCK, FloatArray, IntArray
 
 __all__ = ["SumTree"]
 
+#: NumPy takes longer to find out what a type's name means than to make a small array
+_INT64 = np.dtype(np.int64)
+
 
 def _zeros_on_cache_lines(size: int) -> FloatArray:
     """
@@ -92,17 +95,17 @@ class SumTree:
     @property
     def total(self) -> float:
         """Sum of all priorities."""
-        return float(self._sums[1])
+        return self._sums.item(1)
 
     @property
     def max_priority(self) -> float:
         """Largest priority; 0.0 when no leaf is above zero."""
-        return float(self._extremes[2])
+        return self._extremes.item(2)
 
     @property
     def min_priority(self) -> float:
         """Smallest priority above zero; infinity when no leaf is above zero."""
-        return float(self._extremes[3])
+        return self._extremes.item(3)
 
     @property
     def min_mass(self) -> float:
@@ -258,11 +261,11 @@ class SumTree:
         n = batch_size if type(batch_size) is int else _as_integer("batch_size", batch_size)
         if n < 1:
             raise ValueError(f"`batch_size` must be at least 1, got {batch_size}")
-        if not self._sums[1] > 0.0:
+        if self._sums.item(1) == 0.0:
             self._require_mass()
         # Becomes the masses to look for, then the priorities found, all in the same memory
         priorities = np.random.random_sample(n)
-        indices = np.empty(n, np.int64)
+        indices = np.empty(n, _INT64)
         kernels.draw(self._leaves, self._sums, self._first, priorities, indices)
         return indices, priorities
 
