@@ -88,7 +88,14 @@ class Race:
         """:return: the times in pyperf's form, for its files and tools"""
         return [
             pyperf.Benchmark(
-                [pyperf.Run(times, metadata={"name": f"{self.title}: {name}", "unit": "second"})]
+                [
+                    pyperf.Run(
+                        times,
+                        metadata={"name": f"{self.title}: {name}", "unit": "second"},
+                        # It would hold the folders and the name of this machine
+                        collect_metadata=False,
+                    )
+                ]
             )
             for name, times in self.seconds.items()
         ]

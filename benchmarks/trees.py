@@ -1,5 +1,6 @@
 """Sum-trees: draws and writes of whole batches, against what else one can install."""
 
+import re
 from collections.abc import Callable, Iterator
 from itertools import cycle
 from typing import Any, NamedTuple
@@ -111,7 +112,9 @@ def available() -> dict[str, str]:
         try:
             make(np.ones(8)).draw(2)
         except Exception as error:  # a peer may fail in any way
-            missing[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:90]}"
+            # Without the folders of this machine
+            reason = re.sub(r"\S*/", "", str(error).splitlines()[0])
+            missing[name] = f"{type(error).__name__}: {reason[:90]}"
     return missing
 
 

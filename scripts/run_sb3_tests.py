@@ -1,19 +1,21 @@
 """
-Run Stable-Baselines3's own tests of DQN against PERDQN.
+Run Stable-Baselines3's own tests of DQN against PERDQN, or sb3-contrib's of QRDQN against PERQRDQN.
 
-Usage, with a checkout of SB3 of the installed version, or near it::
+Usage, with a checkout of SB3 (or of sb3-contrib) of the installed version, or near it::
 
     git clone --branch v2.9.2 https://github.com/DLR-RM/stable-baselines3 somewhere
     python scripts/run_sb3_tests.py somewhere
 
-The tests are copied away from the checkout, so that they test the stable_baselines3 that is
-installed. They run twice: as they are, then with ``stable_baselines3.DQN`` and
-``stable_baselines3.dqn.DQN`` replaced by PERDQN before any test is imported. Test files that can't
-be imported (SB3's own extras are needed for some) are left out and named. The exit status is 1 if
-a test passes for DQN but not for PERDQN, and 2 if there was nothing to compare.
+The tests are copied away from the checkout, so that they test what is installed. They run twice:
+as they are, then with ``stable_baselines3.DQN`` and ``stable_baselines3.dqn.DQN`` (or
+``sb3_contrib.QRDQN`` and ``sb3_contrib.qrdqn.QRDQN``) replaced by ours before any test is
+imported. Test files that can't be imported (SB3's own extras are needed for some) are left out and
+named. The exit status is 1 if a test passes for theirs but not for ours, and 2 if there was
+nothing to compare.
 """
 
 import argparse
+import importlib
 import json
 import os
 import shutil
@@ -25,10 +27,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import stable_baselines3
-import stable_baselines3.dqn
 
-from sb3_per import PERDQN
+import sb3_per
+
+#: Packages with their modules that have the algorithm, by its name
+ORIGINS = {
+    "DQN": ("stable_baselines3", "stable_baselines3.dqn"),
+    "QRDQN": ("sb3_contrib", "sb3_contrib.qrdqn"),
+}
 
 #: Tell the plugin, which runs in another process, what to do
 REPORT_VARIABLE = "SB3_TESTS_REPORT"
@@ -41,7 +47,7 @@ class Report(NamedTuple):
     """
     What one run of the tests gave.
 
-    :param outcomes: by the id of the test, under the name that it has for DQN
+    :param outcomes: by the id of the test, under the name that it has for the original
     :param reasons: why, for those that failed
     :param left_out: reasons by the names of the files that can't be imported
     """
@@ -69,7 +75,7 @@ class Reporter:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keep the outcome of a test in mind; a failure in its set-up or tear-down counts too."""
-        name = report.nodeid.replace("PERDQN", "DQN")
+        name = report.nodeid.replace("PERDQN", "DQN").replace("PERQRDQN", "QRDQN")
         if report.failed:
             self.report.outcomes[name] = "failed"
             self.report.reasons[name] = _reason(report.longreprtext)
@@ -92,17 +98,31 @@ def _reason(text: str) -> str:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Take the place of DQN; pytest calls it before it imports any test."""
-    if os.environ[ALGORITHM_VARIABLE] == "PERDQN":
-        stable_baselines3.DQN = PERDQN  # type: ignore[misc]
-        stable_baselines3.dqn.DQN = PERDQN  # type: ignore[misc]
+    """Take the place of the original; pytest calls it before it imports any test."""
+    name = os.environ[ALGORITHM_VARIABLE]
+    original = name.removeprefix("PER")
+    if name != original:
+        for module in ORIGINS[original]:
+            setattr(importlib.import_module(module), original, algorithm_called(name))
     config.pluginmanager.register(Reporter(Path(os.environ[REPORT_VARIABLE])))
+
+
+def algorithm_called(name: str) -> type:
+    """
+    :param name: ``"PERDQN"`` or ``"PERQRDQN"``
+    :return: the class
+    """
+    if name == "PERQRDQN":
+        from sb3_per.per_qrdqn import PERQRDQN
+
+        return PERQRDQN
+    return sb3_per.PERDQN
 
 
 def run_tests(tests: Path, algorithm: str, keyword: str) -> Report:
     """
     :param tests: folder with a copy of the tests
-    :param algorithm: ``"DQN"`` or ``"PERDQN"``
+    :param algorithm: name of the original or of ours
     :param keyword: selects tests, as ``pytest -k`` does
     :return: what the tests gave
     :raises RuntimeError: if pytest ended without a report
@@ -110,7 +130,7 @@ def run_tests(tests: Path, algorithm: str, keyword: str) -> Report:
     folder = tests.parent
     # A configuration of their own: none from a folder above is used
     config = folder / "pytest.ini"
-    config.write_text("[pytest]\nmarkers = expensive\n", encoding="utf-8")
+    config.write_text("[pytest]\nmarkers =\n  expensive\n  slow\n", encoding="utf-8")
     path = folder / f"{algorithm}.json"
     environment = {
         **os.environ,
@@ -132,30 +152,30 @@ def run_tests(tests: Path, algorithm: str, keyword: str) -> Report:
     return Report(**json.loads(path.read_text(encoding="utf-8")))
 
 
-def print_comparison(dqn: Report, perdqn: Report) -> list[str]:
+def print_comparison(name: str, theirs: Report, ours: Report) -> list[str]:
     """
-    :param dqn: of the tests as they are
-    :param perdqn: of the same tests with PERDQN
-    :return: the tests that pass for DQN but not for PERDQN
+    :param name: of the original algorithm
+    :param theirs: of the tests as they are
+    :param ours: of the same tests with the algorithm replaced
+    :return: the tests that pass for theirs but not for ours
     """
-    counts = [Counter(report.outcomes.values()) for report in (dqn, perdqn)]
-    print(f"\n{'tests':<10}{'DQN':>8}{'PERDQN':>8}")
+    counts = [Counter(report.outcomes.values()) for report in (theirs, ours)]
+    print(f"\n{'tests':<10}{name:>10}{'PER' + name:>10}")
     for outcome in OUTCOMES:
-        print(f"{outcome:<10}{counts[0][outcome]:>8}{counts[1][outcome]:>8}")
-    for name, reason in {**dqn.left_out, **perdqn.left_out}.items():
-        print(f"left out, can't be imported: {name} ({reason})")
-    for name, outcome in dqn.outcomes.items():
+        print(f"{outcome:<10}{counts[0][outcome]:>10}{counts[1][outcome]:>10}")
+    for file, reason in {**theirs.left_out, **ours.left_out}.items():
+        print(f"left out, can't be imported: {file} ({reason})")
+    for test, outcome in theirs.outcomes.items():
         if outcome == "failed":
-            print(f"fails for DQN itself: {name} ({dqn.reasons[name]})")
+            print(f"fails for {name} itself: {test} ({theirs.reasons[test]})")
     lost = [
-        name
-        for name, outcome in dqn.outcomes.items()
-        if outcome == "passed" and perdqn.outcomes.get(name) != "passed"
+        test
+        for test, outcome in theirs.outcomes.items()
+        if outcome == "passed" and ours.outcomes.get(test) != "passed"
     ]
-    print(f"pass for DQN but not for PERDQN: {len(lost)}")
-    for name in lost:
-        reason = perdqn.reasons.get(name, perdqn.outcomes.get(name, "not run"))
-        print(f"  {name} ({reason})")
+    print(f"pass for {name} but not for PER{name}: {len(lost)}")
+    for test in lost:
+        print(f"  {test} ({ours.reasons.get(test, ours.outcomes.get(test, 'not run'))})")
     return lost
 
 
@@ -169,27 +189,33 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("checkout", type=Path, help="folder of a checkout of Stable-Baselines3")
     parser.add_argument(
-        "-k", default="DQN", metavar="EXPRESSION", help="which tests, as in pytest (default: DQN)"
+        "checkout", type=Path, help="folder of a checkout of Stable-Baselines3 or sb3-contrib"
+    )
+    parser.add_argument(
+        "-k", metavar="EXPRESSION", help="which tests, as in pytest (default: the algorithm's name)"
     )
     arguments = parser.parse_args()
     source = arguments.checkout / "tests"
     if not source.is_dir():
         parser.error(f"{source} is no folder")
 
-    version = arguments.checkout / "stable_baselines3" / "version.txt"
+    is_contrib = (arguments.checkout / ORIGINS["QRDQN"][0]).is_dir()
+    name = "QRDQN" if is_contrib else "DQN"
+    package = ORIGINS[name][0]
+    version = arguments.checkout / package / "version.txt"
     origin = version.read_text(encoding="utf-8").strip() if version.exists() else "unknown"
     with tempfile.TemporaryDirectory() as folder:
         tests = Path(shutil.copytree(source, Path(folder) / "tests"))
         reports = []
-        for algorithm in ("DQN", "PERDQN"):
+        for algorithm in (name, f"PER{name}"):
             print(f"--- {algorithm} ---", flush=True)
-            reports.append(run_tests(tests, algorithm, arguments.k))
-    print(f"\nstable_baselines3 {stable_baselines3.__version__}, tests of version {origin}")
-    lost = print_comparison(*reports)
+            reports.append(run_tests(tests, algorithm, arguments.k or name))
+    installed = importlib.import_module(package).__version__
+    print(f"\n{package} {installed}, tests of version {origin}")
+    lost = print_comparison(name, *reports)
     if "passed" not in reports[0].outcomes.values():
-        print("no test passed for DQN: there is nothing to compare")
+        print(f"no test passed for {name}: there is nothing to compare")
         return 2
     return 1 if lost else 0
 

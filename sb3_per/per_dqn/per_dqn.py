@@ -204,7 +204,7 @@ class PERDQN(PrioritizedOffPolicyAlgorithm, DQN):
 
             # The derivative of mean(weight * loss) by the Q-values, which TD errors contain with a
             # minus. The weight is outside the Huber loss: it scales large errors, too.
-            gradient = batch.weights * (-1 / batch_size) * derivative(td_errors)
+            gradient = batch.weights * (-1 / len(td_errors)) * derivative(td_errors)
             self._step_policy(q_values, gradient)
 
             errors.append(td_errors)

@@ -1,0 +1,173 @@
+"""
+rl-zoo3 with the algorithms and environments of this package.
+
+``sb3-per zoo train --algo per_dqn --env CartPole-v1`` is rl-zoo3's ``train`` with everything
+registered; so are ``enjoy``, ``plot_train``, ``plot_from_file`` and ``all_plots``.
+"""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import sb3_per_envs
+
+if TYPE_CHECKING:
+    import optuna
+
+__all__ = ["ALGORITHMS", "COMMANDS", "hyperparameters_of", "main", "register"]
+
+#: Names for ``--algo``, and where the classes are
+ALGORITHMS = {
+    "per_dqn": ("sb3_per.per_dqn", "PERDQN"),
+    "per_qrdqn": ("sb3_per.per_qrdqn", "PERQRDQN"),
+}
+
+#: Subcommands, and rl-zoo3's functions that they hand over to
+COMMANDS = {
+    "train": ("rl_zoo3.train", "train"),
+    "enjoy": ("rl_zoo3.enjoy", "enjoy"),
+    "plot_train": ("rl_zoo3.plots.plot_train", "plot_train"),
+    "plot_from_file": ("rl_zoo3.plots.plot_from_file", "plot_from_file"),
+    "all_plots": ("rl_zoo3.plots.all_plots", "all_plots"),
+}
+
+USAGE = f"""usage: sb3-per zoo {{{",".join(COMMANDS)}}} ...
+
+rl-zoo3 with {" and ".join(ALGORITHMS)}, and with the environments of sb3_per_envs:
+
+  sb3-per zoo train --algo per_dqn --env CartPole-v1 -P
+  sb3-per zoo enjoy --algo per_dqn --env CartPole-v1
+
+Arguments are rl-zoo3's: sb3-per zoo train --help
+Hyperparameters: {Path(__file__).parent}"""
+
+
+def hyperparameters_of(algorithm: str) -> Path:
+    """
+    :param algorithm: one of :data:`ALGORITHMS`
+    :return: file with its hyperparameters
+    """
+    return Path(__file__).with_name(f"{algorithm}.yml")
+
+
+def register() -> None:
+    """
+    Make rl-zoo3, in this process, know our algorithms, what to tune of them, and our environments.
+
+    :raises ModuleNotFoundError: if rl-zoo3 is not installed (extra ``zoo``)
+    """
+    from rl_zoo3.hyperparams_opt import (
+        HYPERPARAMS_CONVERTER,
+        HYPERPARAMS_SAMPLER,
+        sample_dqn_params,
+        sample_qrdqn_params,
+    )
+    from rl_zoo3.utils import ALGOS
+
+    sb3_per_envs.register_envs()
+    for name, sample in (("per_dqn", sample_dqn_params), ("per_qrdqn", sample_qrdqn_params)):
+        ALGOS[name] = _class_of(name)
+        HYPERPARAMS_SAMPLER[name] = _with_per_options(sample)  # type: ignore[assignment]
+        # Passes on what it doesn't know
+        HYPERPARAMS_CONVERTER[name] = HYPERPARAMS_CONVERTER["dqn"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """
+    Run a command of rl-zoo3.
+
+    :param arguments: of the command line, the command first; those of this process by default
+    :return: exit code
+    :raises ModuleNotFoundError: if rl-zoo3 (or seaborn, for the plots) is not installed
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given or given[0] in ("-h", "--help"):
+        print(USAGE)
+        return 0
+    command, *rest = given
+    if command not in COMMANDS:
+        print(f"sb3-per zoo: there is no command {command!r}\n\n{USAGE}", file=sys.stderr)
+        return 2
+
+    register()
+    from rl_zoo3.utils import ALGOS
+
+    module, function = COMMANDS[command]
+    run = getattr(importlib.import_module(module), function)
+    argv, algorithms = sys.argv, dict(ALGOS)
+    # rl-zoo3 reads the arguments from here
+    sys.argv = [f"sb3-per zoo {command}", *_defaults(command, rest), *rest]
+    if command == "enjoy":
+        ALGOS.update({name: _for_playing(ALGOS[name]) for name in ALGORITHMS})
+    try:
+        run()
+    finally:
+        sys.argv = argv
+        ALGOS.update(algorithms)
+    return 0
+
+
+def _class_of(name: str) -> type[Any]:
+    module, class_name = ALGORITHMS[name]
+    found: type[Any] = getattr(importlib.import_module(module), class_name)
+    return found
+
+
+def _defaults(command: str, arguments: list[str]) -> list[str]:
+    """
+    :param command: one of :data:`COMMANDS`
+    :param arguments: of the user
+    :return: arguments to go before them: where an argument comes twice, the last one counts
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--algo")
+    algorithm = parser.parse_known_args(arguments)[0].algo
+    if algorithm not in ALGORITHMS:
+        return []
+    if command == "train":
+        return ["--conf-file", str(hyperparameters_of(algorithm))]
+    if command == "enjoy":
+        # Where `train` writes to. rl-zoo3 would look among the agents that it offers for download.
+        return ["--folder", "logs"]
+    return []
+
+
+def _for_playing(algorithm: type[Any]) -> type[Any]:
+    """
+    :param algorithm: to load a model of
+    :return: what to load it with when it isn't going to learn: without memory for a replay buffer.
+        rl-zoo3 does that for the algorithms that it has a list of.
+    """
+
+    class Player(algorithm):  # type: ignore[misc]
+        @classmethod
+        def load(cls, path: str, **kwargs: Any) -> Any:
+            without_memory = {"buffer_size": 1, "optimize_memory_usage": False}
+            return algorithm.load(path, **{**without_memory, **kwargs})
+
+    return Player
+
+
+Sampler = Callable[["optuna.Trial", int, int, dict[str, Any]], dict[str, Any]]
+
+
+def _with_per_options(sample: Sampler) -> Sampler:
+    """
+    :param sample: of rl-zoo3, suggests the hyperparameters that an algorithm shares with ours
+    :return: the same, with the options of prioritized replay
+    """
+
+    def sample_with_per_options(
+        trial: "optuna.Trial", n_actions: int, n_envs: int, additional_args: dict[str, Any]
+    ) -> dict[str, Any]:
+        return {
+            **sample(trial, n_actions, n_envs, additional_args),
+            "alpha": trial.suggest_float("alpha", 0.0, 1.0),
+            "beta": trial.suggest_float("beta", 0.0, 1.0),
+            "double_q": trial.suggest_categorical("double_q", [False, True]),
+        }
+
+    return sample_with_per_options

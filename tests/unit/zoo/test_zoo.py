@@ -1,0 +1,163 @@
+"""The way into rl-zoo3: what is registered, and with which arguments its functions are called."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import pytest
+
+from sb3_per import PERDQN, zoo
+
+REASON = "needs the extra `zoo`"
+
+
+def test_help_and_unknown_commands_need_no_rl_zoo3(capsys: pytest.CaptureFixture[str]) -> None:
+    assert zoo.main([]) == zoo.main(["--help"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.count("usage: sb3-per zoo {train,enjoy,") == 2
+    assert zoo.main(["trian"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("sb3-per zoo: there is no command 'trian'")
+    assert captured.out == ""
+
+
+def test_without_rl_zoo3_the_module_is_there_and_its_commands_name_what_is_missing(
+    tmp_path: Path,
+) -> None:
+    code = """
+import sys
+sys.modules["rl_zoo3"] = None
+from sb3_per import zoo
+zoo.main(["train", "--algo", "per_dqn"])
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 1
+    last_line = result.stderr.splitlines()[-1]
+    assert last_line.startswith("ModuleNotFoundError:")
+    assert "rl_zoo3" in last_line
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Arguments that rl-zoo3's functions would read, and what they would find registered."""
+    pytest.importorskip("rl_zoo3", reason=REASON)
+    import rl_zoo3.enjoy
+    import rl_zoo3.train
+
+    seen: list[list[str]] = []
+    for module, function in ((rl_zoo3.train, "train"), (rl_zoo3.enjoy, "enjoy")):
+        monkeypatch.setattr(module, function, lambda: seen.append(list(sys.argv)))
+    return seen
+
+
+@pytest.mark.parametrize("algorithm", ["per_dqn", "per_qrdqn"])
+def test_train_gets_our_hyperparameters_before_what_the_user_says(
+    algorithm: str, calls: list[list[str]]
+) -> None:
+    before = list(sys.argv)
+    given = ["--algo", algorithm, "-conf", "own.yml"]
+    assert zoo.main(["train", *given]) == 0
+    file = str(zoo.hyperparameters_of(algorithm))
+    assert file.endswith(f"{algorithm}.yml")
+    assert calls == [["sb3-per zoo train", "--conf-file", file, *given]]
+    assert sys.argv == before
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (["train", "--algo", "dqn"], []),
+        (["train"], []),
+        (["enjoy", "--algo=per_dqn"], ["--folder", "logs"]),
+        (["enjoy", "--algo", "ppo"], []),
+    ],
+    ids=str,
+)
+def test_other_algorithms_keep_the_defaults_of_rl_zoo3(
+    given: list[str], expected: list[str], calls: list[list[str]]
+) -> None:
+    assert zoo.main(given) == 0
+    assert calls == [[f"sb3-per zoo {given[0]}", *expected, *given[1:]]]
+
+
+def test_arguments_come_back_after_an_error(
+    calls: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import rl_zoo3.enjoy
+    from rl_zoo3.utils import ALGOS
+
+    def fail() -> None:
+        raise RuntimeError(sys.argv[0])
+
+    monkeypatch.setattr(rl_zoo3.enjoy, "enjoy", fail)
+    before = list(sys.argv)
+    with pytest.raises(RuntimeError, match="sb3-per zoo enjoy"):
+        zoo.main(["enjoy"])
+    assert sys.argv == before
+    assert ALGOS["per_dqn"] is PERDQN
+
+
+def test_rl_zoo3_knows_our_algorithms_and_environments_wherever_it_looks() -> None:
+    pytest.importorskip("rl_zoo3", reason=REASON)
+    import rl_zoo3
+    from rl_zoo3 import exp_manager
+    from rl_zoo3.utils import ALGOS
+
+    from sb3_per.per_qrdqn import PERQRDQN
+
+    zoo.register()
+    zoo.register()
+    assert vars(exp_manager)["ALGOS"] is rl_zoo3.ALGOS is ALGOS
+    assert (ALGOS["per_dqn"], ALGOS["per_qrdqn"]) == (PERDQN, PERQRDQN)
+    for name in zoo.ALGORITHMS:
+        assert name in vars(exp_manager)["HYPERPARAMS_SAMPLER"]
+        assert name in vars(exp_manager)["HYPERPARAMS_CONVERTER"]
+    assert {"sb3_per/GridWorld-v0", "sb3_per/BlindCliffwalk-v0"} <= gym.registry.keys()
+
+
+@pytest.mark.parametrize("name", ["per_dqn", "per_qrdqn"])
+def test_tuning_suggests_the_options_of_prioritized_replay_too(name: str) -> None:
+    pytest.importorskip("rl_zoo3", reason=REASON)
+    import optuna
+    from rl_zoo3.hyperparams_opt import HYPERPARAMS_CONVERTER, HYPERPARAMS_SAMPLER
+
+    zoo.register()
+    fixed: dict[str, Any] = {"alpha": 0.25, "beta": 0.75, "double_q": True, "train_freq": 4}
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    study = optuna.create_study()
+    study.enqueue_trial(fixed)
+    trial = study.ask()
+    sampled = HYPERPARAMS_SAMPLER[name](
+        trial, 2, 1, {"using_her_replay_buffer": False, "her_kwargs": {}}
+    )
+    assert {option: sampled[option] for option in fixed} == fixed
+    assert {"alpha", "beta", "double_q", "learning_rate"} <= trial.params.keys()
+    # What is read back from a study is what was tried
+    assert HYPERPARAMS_CONVERTER[name](trial.params) == sampled
+    assert ("n_quantiles" in sampled["policy_kwargs"]) is (name == "per_qrdqn")
+
+
+@pytest.mark.parametrize("given", [{}, {"buffer_size": 7}])
+def test_for_playing_no_memory_is_taken_for_a_buffer(given: dict[str, int], tmp_path: Path) -> None:
+    pytest.importorskip("rl_zoo3", reason=REASON)
+    model = PERDQN(
+        "MlpPolicy",
+        "CartPole-v1",
+        buffer_size=500,
+        optimize_memory_usage=True,
+        replay_buffer_kwargs={"handle_timeout_termination": False},
+    )
+    model.save(tmp_path / "model")
+    loaded = zoo._for_playing(PERDQN).load(str(tmp_path / "model"), **given)
+    assert type(loaded) is PERDQN
+    assert loaded.replay_buffer is not None
+    assert loaded.replay_buffer.buffer_size == given.get("buffer_size", 1)
+    assert not loaded.replay_buffer.optimize_memory_usage
+    observation = model.observation_space.sample()
+    assert loaded.predict(observation, deterministic=True) == model.predict(
+        observation, deterministic=True
+    )
