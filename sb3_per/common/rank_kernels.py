@@ -35,6 +35,8 @@ Integer = int | np.int64
 
 BLOCK = 64
 FANOUT = 64
+#: Entries in a line of the cache
+LINE = 8
 #: How full blocks and nodes are when all is laid out anew
 FILLED_BLOCK = BLOCK * 3 // 4
 FILLED_NODE = FANOUT * 3 // 4
@@ -134,10 +136,35 @@ def _find(tree: Ranks, entry: Integer) -> tuple[Integer, Integer]:
 
 
 @compile_kernel
+def _belongs(tree: Ranks, top: Integer, slot: Integer, entry: Integer) -> bool:
+    """
+    Check whether an entry still belongs where it did before slots have changed.
+
+    :param top: slot in the top, which may be another node's by now
+    :param slot: slot in the node that was there
+    :return: whether it does
+    """
+    keys = tree.keys
+    first_top = tree.sizes.shape[0] * FANOUT
+    node = slot // FANOUT
+    if top >= first_top + tree.head[N_TOP] or tree.kids[top] != node:
+        return False
+    if slot >= node * FANOUT + tree.sizes[node]:
+        return False
+    node_keys = tree.free_blocks.shape[0] * BLOCK
+    if keys[node_keys + slot] < entry:
+        return False
+    if slot > node * FANOUT:
+        return bool(keys[node_keys + slot - 1] < entry)
+    return bool(top == first_top or keys[node_keys + top - 1] < entry)
+
+
+@compile_kernel
 def _find_all(tree: Ranks, entries: IntArray, n: int, tops: IntArray, slots: IntArray) -> Integer:
     """
     :func:`_find` for many entries, all one step further at a time, so that their memory accesses
-    overlap; the blocks are then read once, so that they are at hand.
+    overlap. Counts and blocks are then read, one number of each line of the cache, for the same
+    reason: whoever changes them next finds them at hand.
 
     :param entries: the first ``n`` count
     :param tops: receives slots in the top
@@ -172,7 +199,10 @@ def _find_all(tree: Ranks, entries: IntArray, n: int, tops: IntArray, slots: Int
     touched: Integer = 0
     for j in range(n):
         block = np.int64(tree.kids[np.uint64(slots[j])])
-        touched += _count_below(keys, block * BLOCK, entries[j])
+        touched ^= np.int64(tree.counts[np.uint64(slots[j])])
+        start = np.uint64(block * BLOCK)
+        for i in range(0, BLOCK, LINE):
+            touched ^= keys[start + np.uint64(i)]
     return touched
 
 
@@ -297,51 +327,36 @@ def _free_block(tree: Ranks, top: Integer, slot: Integer) -> None:
 
 
 @compile_kernel
-def _remove_at(tree: Ranks, top: Integer, slot: Integer, entry: Integer) -> bool:
-    """
-    Take out an entry.
-
-    :param top: slot of its node
-    :param slot: of its block
-    :return: whether slots have changed
-    """
-    keys = tree.keys
-    start = np.int64(tree.kids[slot]) * BLOCK
-    first = np.uint64(start)
-    for i in range(_count_below(keys, start, entry), BLOCK - 1):
-        at = first + np.uint64(i)
-        keys[at] = keys[at + _U1]
-    keys[start + BLOCK - 1] = LAST
-    tree.counts[slot] -= 1
-    tree.counts[top] -= 1
-    tree.head[N_RANKED] -= 1
-    # The last block of all stays, so that there is always one to insert into
-    if tree.counts[slot] == 0 and tree.head[N_RANKED] > 0:
-        _free_block(tree, top, slot)
-        return True
-    return False
-
-
-@compile_kernel
 def _remove_all(tree: Ranks, entries: IntArray, n: int) -> None:
     """
     Take out entries.
 
+    What happens to each is written down here and not in a function of its own, which would get
+    all the arrays handed over each time.
+
     :param entries: the first ``n`` count
     """
-    if n == 1:
-        top, slot = _find(tree, entries[0])
-        _remove_at(tree, top, slot, entries[0])
-        return
+    keys, kids, counts, head = tree.keys, tree.kids, tree.counts, tree.head
     tops = np.empty(n, np.int64)
     slots = np.empty(n, np.int64)
     _find_all(tree, entries, n, tops, slots)
     changed = False
     for j in range(n):
         top, slot = tops[j], slots[j]
-        if changed:
+        if changed and not _belongs(tree, top, slot, entries[j]):
             top, slot = _find(tree, entries[j])
-        if _remove_at(tree, top, slot, entries[j]):
+        start = np.int64(kids[slot]) * BLOCK
+        first = np.uint64(start)
+        for i in range(_count_below(keys, start, entries[j]), BLOCK - 1):
+            at = first + np.uint64(i)
+            keys[at] = keys[at + _U1]
+        keys[start + BLOCK - 1] = LAST
+        counts[slot] -= 1
+        counts[top] -= 1
+        head[N_RANKED] -= 1
+        # The last block of all stays, so that there is always one to insert into
+        if counts[slot] == 0 and head[N_RANKED] > 0:
+            _free_block(tree, top, slot)
             changed = True
 
 
@@ -439,40 +454,26 @@ def _split_block(tree: Ranks, top: Integer, slot: Integer, place: Integer) -> No
 
 
 @compile_kernel
-def _insert_at(tree: Ranks, top: Integer, slot: Integer, entry: Integer) -> bool:
+def _split(tree: Ranks, top: Integer, slot: Integer, entry: Integer) -> tuple[Integer, Integer]:
     """
-    Put in an entry.
+    Make room in a full block, by whatever it takes.
 
-    :param top: slot of the node where it belongs
-    :param slot: of the block where it belongs
-    :return: whether slots have changed
+    :param top: slot of its node
+    :param slot: of the block
+    :param entry: that is to be put in
+    :return: where the entry belongs now: slot in the top, slot in the node below it
     """
-    keys = tree.keys
-    changed = tree.counts[slot] == BLOCK
-    if changed:
-        node_is_full = tree.sizes[tree.kids[top]] == FANOUT
-        head = tree.head
-        if head[N_FREE_BLOCKS] == 0 or (node_is_full and head[N_FREE_NODES] == 0):
-            pack(tree, entries_in_order(tree))
-            top, slot = _find(tree, entry)
-        else:
-            if node_is_full:
-                _split_node(tree, top)
-                top, slot = _find(tree, entry)
-            place = _count_below(keys, np.int64(tree.kids[slot]) * BLOCK, entry)
-            _split_block(tree, top, slot, place)
-            top, slot = _find(tree, entry)
-    start = np.int64(tree.kids[slot]) * BLOCK
-    first = np.uint64(start)
-    place = _count_below(keys, start, entry)
-    for i in range(BLOCK - 1, place, -1):
-        at = first + np.uint64(i)
-        keys[at] = keys[at - _U1]
-    keys[start + place] = entry
-    tree.counts[slot] += 1
-    tree.counts[top] += 1
-    tree.head[N_RANKED] += 1
-    return bool(changed)
+    head = tree.head
+    node_is_full = tree.sizes[tree.kids[top]] == FANOUT
+    if head[N_FREE_BLOCKS] == 0 or (node_is_full and head[N_FREE_NODES] == 0):
+        pack(tree, entries_in_order(tree))
+        return _find(tree, entry)
+    if node_is_full:
+        _split_node(tree, top)
+        top, slot = _find(tree, entry)
+    place = _count_below(tree.keys, np.int64(tree.kids[slot]) * BLOCK, entry)
+    _split_block(tree, top, slot, place)
+    return _find(tree, entry)
 
 
 @compile_kernel
@@ -482,20 +483,28 @@ def _insert_all(tree: Ranks, entries: IntArray, n: int) -> None:
 
     :param entries: the first ``n`` count
     """
-    if n == 1:
-        top, slot = _find(tree, entries[0])
-        _insert_at(tree, top, slot, entries[0])
-        return
+    keys, kids, counts, head = tree.keys, tree.kids, tree.counts, tree.head
     tops = np.empty(n, np.int64)
     slots = np.empty(n, np.int64)
     _find_all(tree, entries, n, tops, slots)
     changed = False
     for j in range(n):
         top, slot = tops[j], slots[j]
-        if changed:
+        if changed and not _belongs(tree, top, slot, entries[j]):
             top, slot = _find(tree, entries[j])
-        if _insert_at(tree, top, slot, entries[j]):
+        if counts[slot] == BLOCK:
+            top, slot = _split(tree, top, slot, entries[j])
             changed = True
+        start = np.int64(kids[slot]) * BLOCK
+        first = np.uint64(start)
+        place = _count_below(keys, start, entries[j])
+        for i in range(BLOCK - 1, place, -1):
+            at = first + np.uint64(i)
+            keys[at] = keys[at - _U1]
+        keys[start + place] = entries[j]
+        counts[slot] += 1
+        counts[top] += 1
+        head[N_RANKED] += 1
 
 
 @compile_kernel
@@ -700,15 +709,33 @@ def make_guide(sums: FloatArray, scale: float, guide: IntArray) -> None:
 
 
 @compile_kernel
+def _first_above(sums: FloatArray, low: Integer, high: Integer, value: float) -> Integer:
+    """
+    Search the sums by halving.
+
+    :param low: first candidate
+    :param high: last candidate, whose sum is above the value
+    :return: the first place whose sum is above ``value``
+    """
+    while low < high:
+        middle = (low + high) // 2
+        if sums[middle] > value:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+@compile_kernel
 def find_ranks(
     sums: FloatArray, guide: IntArray, scale: float, values: FloatArray, ranks: IntArray
 ) -> None:
     """
     Find the rank whose interval of mass holds each value: the first one whose sum is above it.
 
-    The guide leaves few candidates for each; among them all values halve their distance in turn, so
-    that their memory accesses overlap. The step of a number never decreases when the number grows,
-    whatever the rounding, so that the guide never leads past the place.
+    The guide leaves few candidates for each, and between them the sums are nearly a straight line.
+    The step of a number never decreases when the number grows, whatever the rounding, so that the
+    guide never leads past the place.
 
     :param sums: of :func:`cumulate`
     :param guide: of :func:`make_guide`
@@ -716,22 +743,24 @@ def find_ranks(
     :param values: shape ``(n,)``, not negative, below the last sum
     :param ranks: shape ``(n,)``, receives ranks counted from 0
     """
-    n = values.shape[0]
-    left = np.empty(n, np.int64)
-    for j in range(n):
-        step = np.uint64(values[j] * scale)
-        ranks[j] = guide[step]
-        left[j] = guide[step + _U1] - ranks[j]
-    more = True
-    while more:
-        remaining = 0
-        for j in range(n):
-            half = left[j] >> 1
-            below = (left[j] > 0) & (sums[np.uint64(ranks[j] + half)] <= values[j])
-            ranks[j] += (half + 1) * np.int64(below)
-            left[j] = left[j] - half - 1 if below else half
-            remaining |= left[j]
-        more = remaining > 0
+    for j in range(values.shape[0]):
+        at = values[j] * scale
+        step = np.uint64(at)
+        first = guide[step]
+        ranks[j] = first + np.int64((at - step) * (guide[step + _U1] - first))
+    # In a loop of its own, so that these accesses, the far ones, overlap
+    for j in range(values.shape[0]):
+        value = values[j]
+        place = np.uint64(ranks[j])
+        # Seldom more than one off
+        place += np.uint64(sums[place] <= value)
+        before = place - np.uint64(place > _U0)
+        place -= np.uint64((before < place) & (sums[before] > value))
+        before = place - np.uint64(place > _U0)
+        ranks[j] = place
+        if sums[place] <= value or (before < place and sums[before] > value):
+            step = np.uint64(value * scale)
+            ranks[j] = _first_above(sums, guide[step], guide[step + _U1], value)
 
 
 @compile_kernel

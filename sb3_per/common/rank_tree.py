@@ -9,7 +9,7 @@ import numpy.typing as npt
 from sb3_per.common import kernels, rank_kernels
 from sb3_per.common.kernels import FloatArray, IntArray
 from sb3_per.common.rank_kernels import BLOCK, FANOUT, FILLED_BLOCK, LAST, Ranks
-from sb3_per.common.sum_tree import _as_integer, as_floats, as_indices
+from sb3_per.common.sum_tree import _as_integer, _is_plain, as_floats, as_indices
 
 __all__ = ["RankTree"]
 
@@ -252,11 +252,16 @@ class RankTree:
         :raises ValueError: if a priority is NaN, infinite or negative, or the lengths differ. After
             any of the errors the tree is as it was.
         """
-        places = as_indices(indices).ravel()
-        values = as_floats("priorities", priorities)
-        if values.ndim == 0:
-            values = np.full(places.shape, values)
-        values = np.ascontiguousarray(values.ravel())
+        places: IntArray
+        values: FloatArray
+        if _is_plain(indices, np.int64) and _is_plain(priorities, np.float64):
+            places, values = indices, priorities  # type: ignore[assignment]
+        else:
+            places = as_indices(indices).ravel()
+            values = as_floats("priorities", priorities)
+            if values.ndim == 0:
+                values = np.full(places.shape, values)
+            values = np.ascontiguousarray(values.ravel())
         if len(values) != len(places):
             raise ValueError(
                 f"as many priorities as indices are needed: {len(places)} indices, "
@@ -349,7 +354,7 @@ class RankTree:
         :raises TypeError: if ``batch_size`` is not an integer
         :raises ValueError: if ``batch_size`` is below 1, or no leaf is above zero
         """
-        n = _as_integer("batch_size", batch_size)
+        n = batch_size if type(batch_size) is int else _as_integer("batch_size", batch_size)
         if n < 1:
             raise ValueError(f"`batch_size` must be at least 1, got {batch_size}")
         self._require_mass()

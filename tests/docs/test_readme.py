@@ -23,7 +23,7 @@ def run(code: str, folder: Path) -> "subprocess.CompletedProcess[str]":
 
 
 def test_readme_has_the_snippets_that_these_tests_run() -> None:
-    assert len(SNIPPETS) == 5
+    assert len(SNIPPETS) == 6
     assert README.read_text().count("```python") == len(SNIPPETS)
 
 
@@ -34,6 +34,7 @@ def test_snippet_runs_by_itself_in_an_empty_folder(number: int, tmp_path: Path) 
         "assert (model.num_timesteps, env.action_space.contains(action)) == (2000, True)",
         "assert (buffer.n_transitions, buffer.beta, batch.weights.shape) == (100, 0.401, (32, 1))",
         "assert (set(indices), len(priorities)) == ({0, 2}, 256)",
+        "assert (first.episode, last.episode, len(last.td_errors) > 100) == (0, 20, True)",
         "assert env.observation_space.shape == (20,)",
         "assert env.observation_space.shape == (12,)",
     ]

@@ -1,0 +1,120 @@
+"""The command ``sb3-per``."""
+
+import difflib
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+__all__ = ["COMMANDS", "main"]
+
+
+class Command(NamedTuple):
+    """
+    A subcommand. Nothing of it is imported before it is called.
+
+    :param summary: one line for ``sb3-per --help``
+    :param function: ``module:name`` of what to call; returns an exit code or None
+    :param settings: ``module:name`` of a dataclass, which the function gets, made by tyro from
+        the arguments; None hands it the list of arguments as it is
+    :param extra: of this package, that brings what the command needs
+    """
+
+    summary: str
+    function: str
+    settings: str | None
+    extra: str
+
+
+COMMANDS = {
+    "compare": Command(
+        "train agents with uniform and with prioritized replay side by side",
+        "sb3_per.experiments.compare:main",
+        "sb3_per.experiments.settings:CompareSettings",
+        "experiments",
+    ),
+    "plot": Command(
+        "draw the pictures and the report of a comparison again",
+        "sb3_per.experiments.compare:plot",
+        "sb3_per.experiments.settings:PlotSettings",
+        "experiments",
+    ),
+    "blind-cliffwalk": Command(
+        "count the updates that Q-learning needs, by the way it replays its memory",
+        "sb3_per.experiments.blind_cliffwalk:main",
+        "sb3_per.experiments.blind_cliffwalk:BlindCliffwalkSettings",
+        "experiments",
+    ),
+    "zoo": Command(
+        "rl-zoo3 with the algorithms of this package; all arguments go to it",
+        "sb3_per.zoo:main",
+        None,
+        "zoo",
+    ),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """
+    :param arguments: of the command line, without the name of the program
+    :return: exit code
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given or given[0] in ("-h", "--help"):
+        print(_help())
+        return 0
+    if given[0] == "--version":
+        from sb3_per import __version__
+
+        print(__version__)
+        return 0
+    name, *rest = given
+    command = COMMANDS.get(name)
+    if command is None:
+        close = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(COMMANDS)}"
+        print(f"sb3-per: there is no command {name!r}: {hint}", file=sys.stderr)
+        return 2
+    try:
+        return _call(name, command, rest)
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").split(".")[0]
+        if missing in ("", "sb3_per", "sb3_per_envs"):
+            raise
+        print(
+            f"sb3-per {name} needs {missing}, which is not installed: "
+            f"pip install 'sb3-per[{command.extra}]'",
+            file=sys.stderr,
+        )
+        return 1
+
+
+def _call(name: str, command: Command, arguments: list[str]) -> int:
+    if command.settings is None:
+        return _named(command.function)(arguments) or 0
+    # First of all, because it is quick: mistakes in arguments are told at once
+    import tyro
+
+    settings = tyro.cli(_named(command.settings), prog=f"sb3-per {name}", args=arguments)
+    return _named(command.function)(settings) or 0
+
+
+def _named(place: str) -> Any:
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name.ljust(width)}  {command.summary}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: sb3-per COMMAND [ARGUMENTS]",
+            "",
+            "Prioritized Experience Replay for Stable-Baselines3.",
+            "",
+            *lines,
+            "",
+            "sb3-per COMMAND --help shows the arguments of a command.",
+        ]
+    )

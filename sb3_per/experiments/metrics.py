@@ -1,0 +1,311 @@
+"""
+Measures of a comparison, as functions of plain arrays.
+
+Everything statistical comes from SciPy. Intervals are 95 % intervals unless said otherwise.
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from scipy import stats
+
+__all__ = [
+    "Estimate",
+    "TimeToThreshold",
+    "at_steps",
+    "bootstrap_interval",
+    "first_reaching",
+    "interquartile_mean",
+    "interquartile_mean_interval",
+    "median_time",
+    "moving_average",
+    "probability_of_improvement",
+    "probability_of_improvement_interval",
+    "restricted_mean_time",
+    "share_reached",
+]
+
+FloatArray = npt.NDArray[np.float64]
+BoolArray = npt.NDArray[np.bool_]
+
+#: Share of the runs left out at either end by the interquartile mean
+TRIMMED = 0.25
+
+#: Resamples of a bootstrap interval; the points of a curve make do with fewer
+RESAMPLES, RESAMPLES_OF_CURVES = 9999, 2000
+
+
+class Estimate(NamedTuple):
+    """
+    A value with its 95 % interval.
+
+    :param value: the estimate
+    :param low: lower end of the interval, NaN with a single run
+    :param high: upper end of the interval, NaN with a single run
+    """
+
+    value: float
+    low: float
+    high: float
+
+
+# Curves
+
+
+def moving_average(values: npt.ArrayLike, window: int) -> FloatArray:
+    """
+    Mean of each value and those before it.
+
+    :param values: shape ``(n,)``
+    :param window: how many are averaged; fewer at the beginning, as many as there are
+    :return: shape ``(n,)``
+
+    >>> moving_average([1.0, 3.0, 5.0, 7.0], window=2)
+    array([1., 2., 4., 6.])
+    """
+    values = np.asarray(values, dtype=np.float64)
+    sums = np.cumsum(values)
+    sums[window:] -= sums[:-window].copy()
+    averages: FloatArray = sums / np.minimum(np.arange(len(values)) + 1, window)
+    return averages
+
+
+def at_steps(steps: npt.ArrayLike, values: npt.ArrayLike, grid: npt.ArrayLike) -> FloatArray:
+    """
+    The latest value at each point of a grid, so that runs whose episodes end at different steps
+    can be averaged.
+
+    :param steps: when each value came, ascending, shape ``(n,)``
+    :param values: shape ``(n,)``
+    :param grid: steps asked about, shape ``(m,)``
+    :return: NaN where there was no value yet, shape ``(m,)``
+
+    >>> at_steps([10, 20], [1.0, 2.0], [5, 10, 19, 20, 30])
+    array([nan,  1.,  1.,  2.,  2.])
+    """
+    latest = np.searchsorted(np.asarray(steps), np.asarray(grid), side="right") - 1
+    padded = np.append(np.asarray(values, dtype=np.float64), np.nan)
+    found: FloatArray = padded[latest]  # -1 is the NaN at the end
+    return found
+
+
+# Interquartile mean and intervals
+
+
+def interquartile_mean(scores: npt.ArrayLike, axis: int = 0) -> Any:
+    """
+    Mean of the middle half of the runs: less shaken by one outlier than the mean, with less noise
+    than the median (Agarwal et al. 2021).
+
+    A quarter of the runs at either end is left out, rounded down to whole runs as
+    ``scipy.stats.trim_mean`` does: of 10 runs, 2 and 2; of 3 runs, none.
+
+    :param scores: one axis of which is the runs
+    :param axis: which
+    :return: the mean over that axis, a number for one-dimensional scores
+
+    >>> float(interquartile_mean([0.0, 1.0, 2.0, 90.0]))
+    1.5
+    """
+    return stats.trim_mean(scores, TRIMMED, axis=axis)
+
+
+def bootstrap_interval(
+    samples: Sequence[npt.ArrayLike],
+    statistic: Callable[..., Any],
+    axis: int = 0,
+    n_resamples: int = RESAMPLES,
+) -> tuple[Any, Any]:
+    """
+    95 % percentile interval by ``scipy.stats.bootstrap``, which draws runs with replacement, of
+    each sample independently. The same samples always give the same interval.
+
+    :param samples: runs along ``axis``
+    :param statistic: takes the samples and ``axis``
+    :param axis: of the runs
+    :param n_resamples: how often runs are drawn anew
+    :return: lower and upper end, each of the shape of the statistic; NaN where a sample has only
+        one run
+    """
+    arrays = [np.asarray(sample, dtype=np.float64) for sample in samples]
+    if min(array.shape[axis] for array in arrays) < 2:
+        nothing = np.full_like(statistic(*arrays, axis=axis), np.nan)
+        return nothing, nothing
+    interval = stats.bootstrap(
+        arrays,
+        statistic,
+        axis=axis,
+        n_resamples=n_resamples,
+        vectorized=True,
+        # The others correct for bias by a formula that breaks down where all runs are equal
+        method="percentile",
+        random_state=np.random.default_rng(0),
+    ).confidence_interval
+    return interval.low, interval.high
+
+
+def interquartile_mean_interval(scores: npt.ArrayLike) -> Estimate:
+    """
+    :param scores: one for each run, shape ``(runs,)``
+    :return: their interquartile mean with its bootstrap interval
+    """
+    low, high = bootstrap_interval([scores], interquartile_mean)
+    return Estimate(float(interquartile_mean(scores)), float(low), float(high))
+
+
+# Time to threshold
+
+
+class TimeToThreshold(NamedTuple):
+    """
+    When a run got to the threshold, or how long it was watched without getting there.
+
+    :param reached: whether it did; otherwise the run is censored
+    :param episodes: at the end of which it did, or that it had in all
+    :param steps: environment steps at that moment, or that it made in all
+    """
+
+    reached: bool
+    episodes: int
+    steps: int
+
+
+def first_reaching(
+    rewards: npt.ArrayLike, steps: npt.ArrayLike, budget: int, threshold: float, window: int
+) -> TimeToThreshold:
+    """
+    The first episode at whose end the mean reward of the last ``window`` episodes, that many at
+    least, was no smaller than the threshold.
+
+    :param rewards: of the episodes of a run, shape ``(n,)``
+    :param steps: environment steps at the end of each, shape ``(n,)``
+    :param budget: environment steps of the whole run
+    :param threshold: of the mean reward
+    :param window: episodes that are averaged
+    :return: episodes and steps until then; of a run that never got there, its own
+
+    >>> first_reaching([0.0, 1.0, 1.0], [10, 20, 30], 35, threshold=1.0, window=2)
+    TimeToThreshold(reached=True, episodes=3, steps=30)
+    >>> first_reaching([0.0, 1.0, 1.0], [10, 20, 30], 35, threshold=1.0, window=3)
+    TimeToThreshold(reached=False, episodes=3, steps=35)
+    """
+    rewards = np.asarray(rewards, dtype=np.float64)
+    # A mean of equal rewards may miss them by rounding
+    enough = threshold - 1e-9 * max(1.0, abs(threshold))
+    there = np.flatnonzero(moving_average(rewards, window)[window - 1 :] >= enough)
+    if not there.size:
+        return TimeToThreshold(False, len(rewards), budget)
+    at = int(there[0]) + window - 1
+    return TimeToThreshold(True, at + 1, int(np.asarray(steps)[at]))
+
+
+def share_reached(
+    times: npt.ArrayLike, reached: npt.ArrayLike
+) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
+    """
+    Share of the runs that got to the threshold, as a function of time, by Kaplan and Meier
+    (``scipy.stats.ecdf``): a run that stopped before it got there counts until it stopped, and
+    then neither as a success nor as a failure.
+
+    :param times: to the threshold, or until the run stopped, shape ``(runs,)``
+    :param reached: whether it was the first, shape ``(runs,)``
+    :return: times at which something happened, ascending; the share from each on; the lower and
+        upper ends of its 95 % interval (log-log, NaN where there is none)
+
+    >>> times, share, _, _ = share_reached([10, 20, 15], [True, True, False])
+    >>> times, share
+    (array([10., 15., 20.]), array([0.33333333, 0.33333333, 1.        ]))
+    """
+    times, reached = np.asarray(times, dtype=np.float64), np.asarray(reached, dtype=bool)
+    survival = stats.ecdf(stats.CensoredData.right_censored(times, ~reached)).sf
+    with warnings.catch_warnings(), np.errstate(all="ignore"):
+        # At shares of 0 and 1 the interval is not defined, which SciPy warns of
+        warnings.simplefilter("ignore", RuntimeWarning)
+        interval = survival.confidence_interval(0.95, method="log-log")
+    return (
+        survival.quantiles,
+        1.0 - survival.probabilities,
+        1.0 - interval.high.probabilities,
+        1.0 - interval.low.probabilities,
+    )
+
+
+def median_time(times: npt.ArrayLike, reached: npt.ArrayLike) -> Estimate:
+    """
+    The time by which half of the runs got to the threshold, by Kaplan and Meier; infinite if they
+    never did.
+
+    :param times: to the threshold, or until the run stopped, shape ``(runs,)``
+    :param reached: whether it was the first, shape ``(runs,)``
+    :return: the median; its interval is where the 95 % interval of the share crosses one half,
+        and infinite where it does not
+
+    >>> median_time([10, 30, 20], [True, True, True]).value
+    20.0
+    >>> median_time([10, 30, 30], [True, False, False]).value
+    inf
+    """
+    when, share, low, high = share_reached(times, reached)
+
+    def crossing(curve: FloatArray) -> float:
+        # NaN, where there is no interval, is the share itself
+        there = np.flatnonzero(np.where(np.isnan(curve), share, curve) >= 0.5 - 1e-12)
+        return float(when[there[0]]) if there.size else np.inf
+
+    if len(np.asarray(times)) < 2:
+        return Estimate(crossing(share), np.nan, np.nan)
+    return Estimate(crossing(share), crossing(high), crossing(low))
+
+
+def restricted_mean_time(times: npt.ArrayLike, budget: float) -> Estimate:
+    """
+    Mean time to the threshold within the budget: a run that did not get there counts with the
+    whole budget, so that the mean is defined whatever happens, and too small rather than too
+    large. When all runs have the same budget, this is the area above the curve of
+    :func:`share_reached`.
+
+    :param times: to the threshold, or until the run stopped, shape ``(runs,)``
+    :param budget: of each run, in the same unit
+    :return: the mean with its bootstrap interval
+    """
+    restricted = np.minimum(np.asarray(times, dtype=np.float64), budget)
+    low, high = bootstrap_interval([restricted], np.mean)
+    return Estimate(float(restricted.mean()), float(low), float(high))
+
+
+# Which is better
+
+
+def probability_of_improvement(better: npt.ArrayLike, than: npt.ArrayLike, axis: int = 0) -> Any:
+    """
+    Probability that a run of one agent scores higher than a run of another, ties counting one
+    half: Mann and Whitney's U over the number of pairs.
+
+    :param better: scores of the one agent, runs along ``axis``
+    :param than: scores of the other, runs along ``axis``
+    :param axis: of the runs
+    :return: in ``[0, 1]``; 0.5 when neither is better
+
+    >>> float(probability_of_improvement([2.0, 3.0], [1.0, 2.0]))
+    0.875
+    """
+    better, than = np.asarray(better, dtype=np.float64), np.asarray(than, dtype=np.float64)
+    with warnings.catch_warnings(), np.errstate(all="ignore"):
+        # The p-value that comes with it is not defined when all scores are equal
+        warnings.simplefilter("ignore", RuntimeWarning)
+        u = stats.mannwhitneyu(better, than, method="asymptotic", axis=axis).statistic
+    return u / (better.shape[axis] * than.shape[axis])
+
+
+def probability_of_improvement_interval(better: npt.ArrayLike, than: npt.ArrayLike) -> Estimate:
+    """
+    :param better: scores of the one agent, shape ``(runs,)``
+    :param than: scores of the other, shape ``(runs of the other,)``
+    :return: the probability that the first is better, with its bootstrap interval
+    """
+    low, high = bootstrap_interval([better, than], probability_of_improvement, n_resamples=2000)
+    value = float(probability_of_improvement(better, than))
+    return Estimate(value, float(low), float(high))

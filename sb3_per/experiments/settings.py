@@ -1,0 +1,157 @@
+"""What can be asked of the comparison. Imports neither torch nor SB3: ``--help`` needs it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+__all__ = ["CompareSettings", "PlotSettings", "SettingsError"]
+
+#: Seeds and share of each environment's budget, of a full comparison and with ``--quick``
+FULL, QUICK = (10, 1.0), (3, 0.3)
+
+#: What each number must at least be
+SMALLEST = {
+    "n_seeds": 1,
+    "first_seed": 0,
+    "timesteps": 1,
+    "window": 1,
+    "n_evals": 1,
+    "eval_episodes": 1,
+    "n_snapshots": 0,
+    "max_transitions": 1,
+}
+
+
+class SettingsError(ValueError):
+    """What was asked for can't be done; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class CompareSettings:
+    """
+    Train agents with uniform and with prioritized replay side by side, measure them, draw what
+    happened inside, and write it all to a folder. The same command again goes on with what is
+    missing there.
+
+    :param envs: Gymnasium ids; `module:Id` imports the module first
+    :param agents: `uniform` (DQN), `per` (PERDQN), `qrdqn`, `per_qrdqn`, with options of the
+        algorithm in parentheses: "per(alpha=0.8, double_q=True)". The others are compared with
+        the first.
+    :param n_seeds: runs of each agent on each environment; 10, or 3 with --quick
+    :param first_seed: the first of these seeds; the others follow it
+    :param quick: a look that takes minutes: 3 seeds, and 30 % of each budget
+    :param budget: share of each environment's n_timesteps to train for; 1, or 0.3 with --quick
+    :param timesteps: environment steps of each run, in place of n_timesteps
+    :param hyperparams: YAML file in rl-zoo's form; that of the package by default
+    :param threshold: mean episode reward that counts as solved, for all environments; by default
+        the YAML file's `threshold`, else the environment's own
+    :param window: episodes over which rewards are averaged
+    :param n_evals: greedy evaluations along each run, besides the one before it
+    :param eval_episodes: episodes of each evaluation, always the same ones
+    :param snapshot_episodes: look into the replay buffer after so many episodes; 0 is the start
+        of learning
+    :param n_snapshots: looks into the replay buffer along each run, at equal distances
+    :param max_transitions: transitions that each look considers, chosen at random if there are
+        more
+    :param device: PyTorch device of the agents
+    :param output: folder for the results; `comparison`, or `comparison-quick` with --quick
+    :param jobs: runs at the same time; -1 for as many as there are cores
+    :param backend: joblib's backend: `loky` on this machine, `ray` or `dask` on a cluster
+    :param address: of the Ray or Dask cluster; without it, one is started on this machine
+    """
+
+    envs: tuple[str, ...] = ("GridWorld-v0", "CartPole-v1")
+    agents: tuple[str, ...] = ("uniform", "per")
+    n_seeds: int | None = None
+    first_seed: int = 0
+    quick: bool = False
+    budget: float | None = None
+    timesteps: int | None = None
+    hyperparams: Path | None = None
+    threshold: float | None = None
+    window: int = 20
+    n_evals: int = 20
+    eval_episodes: int = 10
+    snapshot_episodes: tuple[int, ...] = (0, 50, 100, 200)
+    n_snapshots: int = 20
+    max_transitions: int = 2048
+    device: str = "cpu"
+    output: Path | None = None
+    jobs: int = -1
+    backend: Literal["loky", "ray", "dask"] = "loky"
+    address: str | None = None
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """The seeds of the runs."""
+        n_seeds = (QUICK if self.quick else FULL)[0] if self.n_seeds is None else self.n_seeds
+        return tuple(range(self.first_seed, self.first_seed + n_seeds))
+
+    @property
+    def share(self) -> float:
+        """Share of each environment's budget."""
+        return (QUICK if self.quick else FULL)[1] if self.budget is None else self.budget
+
+    @property
+    def folder(self) -> Path:
+        """Where the results go."""
+        return self.output or Path("comparison-quick" if self.quick else "comparison")
+
+    def check(self) -> None:
+        """:raises SettingsError: if an option is out of its range"""
+        for name in ("envs", "agents"):
+            values = getattr(self, name)
+            if not values:
+                raise SettingsError(f"--{name} needs at least one")
+            repeated = {value for value in values if values.count(value) > 1}
+            if repeated:
+                raise SettingsError(f"--{name} has {sorted(repeated)} more than once")
+        for name, low in SMALLEST.items():
+            value = getattr(self, name)
+            if value is not None and value < low:
+                raise SettingsError(f"{_option(name)} must be at least {low}, got {value}")
+        for wrong, message in (
+            (self.budget is not None and not self.budget > 0.0, "--budget must be above 0"),
+            (
+                self.budget is not None and self.timesteps is not None,
+                "give --budget or --timesteps, not both",
+            ),
+            (
+                min(self.snapshot_episodes, default=0) < 0,
+                f"--snapshot-episodes must be at least 0, got {self.snapshot_episodes}",
+            ),
+            (self.jobs == 0, "--jobs must be a number of runs, or -1 for all cores, got 0"),
+            (
+                self.address is not None and self.backend == "loky",
+                "--address belongs to --backend ray or --backend dask",
+            ),
+        ):
+            if wrong:
+                raise SettingsError(message)
+
+
+@dataclass(frozen=True)
+class PlotSettings:
+    """
+    Draw the pictures and the report again, from the tables of a comparison alone.
+
+    :param folder: folder that `sb3-per compare` has written
+    :param threshold: mean episode reward that counts as solved, for all environments; as in the
+        comparison by default
+    :param window: episodes over which rewards are averaged; as in the comparison by default
+    """
+
+    folder: Annotated[Path, tyro.conf.Positional]
+    threshold: float | None = None
+    window: int | None = None
+
+    def check(self) -> None:
+        """:raises SettingsError: if an option is out of its range"""
+        if self.window is not None and self.window < 1:
+            raise SettingsError(f"--window must be at least 1, got {self.window}")
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
