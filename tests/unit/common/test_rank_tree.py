@@ -129,7 +129,8 @@ def used_blocks(tree: RankTree) -> int:
 
 priorities_ = st.one_of(
     st.sampled_from(MAGNITUDES),
-    st.floats(1e-300, 1e300),
+    # Either equal or further apart than the resolution
+    st.floats(1e-300, 1e300).map(lambda number: float(f"{number:.6g}")),
     st.integers(0, 9).map(float),
 )
 places_ = st.integers(0, 10**6)  # modulo the capacity
@@ -389,6 +390,21 @@ def test_when_no_block_is_left_all_is_laid_out_anew() -> None:
         np.testing.assert_array_equal(tree.ranks(slice(None)), sorted_ranks(leaves))
     assert_valid(tree)
     assert 1 <= layouts <= 10
+
+
+def test_an_entry_belongs_to_one_place_only() -> None:
+    """Where it was found earlier is checked before it is taken for granted."""
+    tree = tree_of(np.random.default_rng(0).random(5_000))
+    top, slots = tree._used_slots()
+    assert len(top) >= 3
+    beyond = [top[-1] + 1, slots.max() + 1]
+    places = [*itertools.product(top, slots), (beyond[0], slots[0]), (top[-1], beyond[1])]
+    find, belongs = rank_kernels._find, rank_kernels._belongs
+    for entry in tree._sorted_entries()[::50]:
+        for value in (int(entry), int(entry) + 1):
+            found = find(tree._arrays, value)
+            right = [place for place in places if belongs(tree._arrays, *place, value)]
+            assert right == [found]
 
 
 @pytest.mark.parametrize("n", [0, 1, FILLED_BLOCK, FILLED_BLOCK + 1, 5_000, 20_000])
