@@ -2,6 +2,8 @@
 
 import difflib
 import importlib
+import logging
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -56,10 +58,24 @@ COMMANDS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """
-    :param arguments: of the command line, without the name of the program
+    :param arguments: of the command line, without the name of the program; by default those that
+        the program was called with
     :return: exit code
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments is not None:
+        return _main(list(arguments))
+    code = _main(sys.argv[1:])
+    if "ray" in sys.modules:
+        # Threads that Ray leaves behind kept one process in twenty from ending, with everything
+        # written and Ray shut down (Ray 2.60)
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def _main(given: list[str]) -> int:
     if not given or given[0] in ("-h", "--help"):
         print(_help())
         return 0

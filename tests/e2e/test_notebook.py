@@ -107,7 +107,8 @@ def test_stored_as_it_ran() -> None:
     assert not [output for output in outputs(notebook) if output.get("name") == "stderr"]
     text = texts(notebook)
     assert "Traceback" not in text
-    for root in ("/home/", "/root/", "/tmp/", "/usr/", "/var/", "/work/", "site-packages", "C:\\"):
+    folders = [f"/{name}/" for name in ("home", "root", "tmp", "usr", "var", "work")]
+    for root in (*folders, "site-packages", "C:\\"):
         assert root not in text
     assert NOTEBOOK.stat().st_size < 1_500_000
     # The cells run on any kernel of Python 3

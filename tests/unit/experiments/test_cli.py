@@ -86,3 +86,21 @@ def test_bad_settings_end_with_a_message_and_no_traceback(
     assert cli.main(["plot", str(tmp_path / "x")]) == 2
     assert "has no comparison" in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
+
+
+def test_process_that_used_ray_ends_at_once_with_its_code(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    codes = []
+    monkeypatch.setattr("os._exit", codes.append)
+    monkeypatch.setattr("logging.shutdown", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["sb3-per", "no-such-command"])
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
+    assert cli.main() == 2
+    assert codes == []
+    monkeypatch.setitem(sys.modules, "ray", object())
+    cli.main()
+    assert codes == [2]
+    # Called as a function, it always returns
+    assert cli.main(["no-such-command"]) == 2
+    assert codes == [2]
