@@ -91,7 +91,7 @@ def test_bad_settings_end_with_a_message_and_no_traceback(
 def test_process_that_used_ray_ends_at_once_with_its_code(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    codes = []
+    codes: list[int] = []
     monkeypatch.setattr("os._exit", codes.append)
     monkeypatch.setattr("logging.shutdown", lambda: None)
     monkeypatch.setattr(sys, "argv", ["sb3-per", "no-such-command"])
