@@ -11,7 +11,6 @@ import torch as th
 from sb3_contrib import TQC
 from stable_baselines3 import DQN, SAC, TD3
 from stable_baselines3.common.base_class import BaseAlgorithm
-from stable_baselines3.common.policies import BasePolicy
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor, FlattenExtractor
 from stable_baselines3.dqn.policies import DQNPolicy
 from torch import nn
@@ -291,8 +290,3 @@ def test_rows_hold_one_batch_each_whatever_the_type() -> None:
     np.testing.assert_array_equal(in_rows(batches), [[1.0, 2.0], [3.0, 4.0]])
     np.testing.assert_array_equal(in_rows(batches[:1]), [[1.0, 2.0]])
     assert in_rows([batches[0].to(th.bfloat16)]).dtype == np.float32
-
-
-def test_base_policy_is_the_one_that_sb3_uses() -> None:
-    # The switch looks for this class
-    assert issubclass(DQNPolicy, BasePolicy)
