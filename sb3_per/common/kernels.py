@@ -1,14 +1,15 @@
 """
 The loops under :class:`~sb3_per.common.sum_tree.SumTree`, compiled by numba.
 
-The arrays of a tree (``block`` is 8 leaves, one cache line; ``first`` is a power of two, the
-number of the node above block 0):
+The arrays of a tree (a block is 8 leaves, one cache line; a group is 64 leaves; ``first`` is a
+power of two, the number of the node above block 0):
 
 * ``leaves``: priorities in order, ``8 * n_blocks`` of them, unused ones are zero;
 * ``sums``: binary tree over the blocks, root at 1, the children of node ``i`` side by side at
   ``2 * i`` and ``2 * i + 1``, block ``k`` at ``first + k``;
-* ``extremes``: the same tree with two numbers a node: at ``2 * i`` the largest leaf below node
-  ``i``, at ``2 * i + 1`` the smallest leaf above zero (infinity when there is none).
+* ``extremes``: binary tree over the groups with two numbers a node: at ``2 * i`` the largest leaf
+  below node ``i``, at ``2 * i + 1`` the smallest leaf above zero (infinity when there is none).
+  Group ``k`` is node ``max(first // 8, 1) + k``.
 
 A batch goes down (or up) one level at a time, so that the memory accesses of its members overlap.
 Node numbers are unsigned: numba guards every signed index against being negative. No input is
@@ -28,6 +29,7 @@ NodeArray = npt.NDArray[np.uint64]
 _F = TypeVar("_F", bound=Callable[..., object])
 
 BLOCK = 8
+GROUP = 64
 
 _U0 = np.uint64(0)
 _U1 = np.uint64(1)
@@ -37,6 +39,8 @@ _U4 = np.uint64(4)
 _U5 = np.uint64(5)
 _U6 = np.uint64(6)
 _U7 = np.uint64(7)
+_U8 = np.uint64(8)
+_U64 = np.uint64(64)
 _NOWHERE = np.uint64(2**64 - 1)
 
 
@@ -67,44 +71,107 @@ def _sum_block(leaves: FloatArray, start: np.uint64) -> float:
 
 
 @compile_kernel
-def _refresh_block(
-    leaves: FloatArray, sums: FloatArray, extremes: FloatArray, first: np.uint64, block: np.uint64
-) -> bool:
+def _largest_in_group(leaves: FloatArray, leaf: np.uint64, known: float) -> float:
     """
-    Recompute the node above one block.
-
-    :return: whether its largest or smallest leaf changed
+    :param leaf: one of the group
+    :param known: a value that no leaf of the group exceeds: where one equals it, the search ends
+    :return: the largest leaf of the group
     """
-    start = block << _U3
-    sums[first + block] = _sum_block(leaves, start)
+    start = (leaf >> _U6) << _U6
+    stop = min(start + _U64, np.uint64(leaves.shape[0]))
     largest = 0.0
-    smallest = np.inf
-    for i in range(8):
-        leaf = leaves[start + np.uint64(i)]
-        largest = max(largest, leaf)
-        smallest = min(smallest, leaf if leaf > 0.0 else np.inf)
-    at = (first + block) << _U1
-    changed = extremes[at] != largest or extremes[at + _U1] != smallest
-    extremes[at] = largest
-    extremes[at + _U1] = smallest
-    return bool(changed)
+    while start < stop:
+        left = max(
+            max(leaves[start], leaves[start + _U1]), max(leaves[start + _U2], leaves[start + _U3])
+        )
+        right = max(
+            max(leaves[start + _U4], leaves[start + _U5]),
+            max(leaves[start + _U6], leaves[start + _U7]),
+        )
+        largest = max(largest, max(left, right))
+        if largest == known:
+            break
+        start += _U8
+    return largest
 
 
 @compile_kernel
-def _refresh_extremes(extremes: FloatArray, node: np.uint64) -> bool:
+def _smallest_in_group(leaves: FloatArray, leaf: np.uint64, known: float) -> float:
     """
-    Recompute the largest and smallest leaf below one inner node.
+    :param leaf: one of the group
+    :param known: a value that no leaf above zero falls below: where one equals it, the search ends
+    :return: the smallest leaf of the group that is above zero; infinity when there is none
+    """
+    start = (leaf >> _U6) << _U6
+    stop = min(start + _U64, np.uint64(leaves.shape[0]))
+    smallest = np.inf
+    while start < stop:
+        for i in range(8):
+            value = leaves[start + np.uint64(i)]
+            smallest = min(smallest, value if value > 0.0 else np.inf)
+        if smallest == known:
+            break
+        start += _U8
+    return smallest
 
-    :return: whether one of the two changed
+
+@compile_kernel
+def _raise_largest(extremes: FloatArray, at: np.uint64, largest: float) -> None:
     """
-    child = node << _U2
-    largest = max(extremes[child], extremes[child + _U2])
-    smallest = min(extremes[child + _U1], extremes[child + _U3])
-    at = node << _U1
-    changed = extremes[at] != largest or extremes[at + _U1] != smallest
-    extremes[at] = largest
-    extremes[at + _U1] = smallest
-    return bool(changed)
+    Set the largest leaf of a node, and of those above it as far as that changes them.
+
+    :param at: its place in ``extremes``
+    """
+    while extremes[at] != largest:
+        extremes[at] = largest
+        node = at >> _U2
+        # Above the root is node 0, which is none
+        if node == _U0:
+            break
+        at = node << _U1
+        largest = max(extremes[at << _U1], extremes[(at << _U1) + _U2])
+
+
+@compile_kernel
+def _raise_smallest(extremes: FloatArray, at: np.uint64, smallest: float) -> None:
+    """
+    Set the smallest leaf of a node, and of those above it as far as that changes them.
+
+    :param at: its place in ``extremes``
+    """
+    while extremes[at] != smallest:
+        extremes[at] = smallest
+        node = at >> _U2
+        if node == _U0:
+            break
+        child = node << _U2
+        at = (node << _U1) + _U1
+        smallest = min(extremes[child + _U1], extremes[child + _U3])
+
+
+@compile_kernel
+def _follow_extremes(
+    leaves: FloatArray, extremes: FloatArray, at: np.uint64, leaf: np.uint64, before: float
+) -> None:
+    """
+    Bring the extremes above a leaf that was just set up to date. Its group is looked through only
+    where the leaf was the largest or the smallest one, and is no longer.
+
+    :param at: place of its group in ``extremes``
+    :param before: what the leaf was
+    """
+    value = leaves[leaf]
+    largest = extremes[at]
+    if value > largest:
+        _raise_largest(extremes, at, value)
+    elif before == largest and value < largest:
+        _raise_largest(extremes, at, _largest_in_group(leaves, leaf, largest))
+    at += _U1
+    smallest = extremes[at]
+    if value > 0.0 and value < smallest:
+        _raise_smallest(extremes, at, value)
+    elif before == smallest and value != smallest:
+        _raise_smallest(extremes, at, _smallest_in_group(leaves, leaf, smallest))
 
 
 @compile_kernel
@@ -192,37 +259,44 @@ def first_fault(indices: IntArray, priorities: FloatArray, size: int, limit: flo
 
 
 @compile_kernel
-def _raise_extremes(extremes: FloatArray, nodes: NodeArray, n: int) -> None:
-    """
-    Recompute largest and smallest leaves from some nodes up, as far as anything changes, which is
-    seldom far.
-
-    :param nodes: the ``n`` nodes to begin with, on one level; overwritten
-    """
-    while n > 0:
-        n_above = 0
-        last = _U0
-        for j in range(n):
-            node = nodes[j]
-            # Above the root is node 0, which is none
-            if node in (last, _U0):
-                continue
-            last = node
-            if _refresh_extremes(extremes, node):
-                nodes[n_above] = node >> _U1
-                n_above += 1
-        n = n_above
-
-
-@compile_kernel
 def _raise_sums(sums: FloatArray, nodes: NodeArray, n: int, level: np.uint64) -> None:
     """
-    Recompute all sums above some nodes.
+    Recompute all sums above some nodes, three levels at once as long as there are three: that
+    reads eight neighbours, one cache line, and is quicker than to follow each node by itself.
 
     :param nodes: ``n`` nodes of one level; overwritten
     :param level: the first node of that level
     """
+    while level >= _U8:
+        level >>= _U3
+        n_above = 0
+        last = _NOWHERE
+        for j in range(n):
+            node = nodes[j] >> _U3
+            if node == last:
+                continue
+            last = node
+            child = node << _U3
+            pair_0 = sums[child] + sums[child + _U1]
+            pair_1 = sums[child + _U2] + sums[child + _U3]
+            pair_2 = sums[child + _U4] + sums[child + _U5]
+            pair_3 = sums[child + _U6] + sums[child + _U7]
+            child = node << _U2
+            sums[child] = pair_0
+            sums[child + _U1] = pair_1
+            sums[child + _U2] = pair_2
+            sums[child + _U3] = pair_3
+            left = pair_0 + pair_1
+            right = pair_2 + pair_3
+            child = node << _U1
+            sums[child] = left
+            sums[child + _U1] = right
+            sums[node] = left + right
+            nodes[n_above] = node
+            n_above += 1
+        n = n_above
     while level > _U1:
+        level >>= _U1
         n_above = 0
         last = _NOWHERE
         for j in range(n):
@@ -234,7 +308,6 @@ def _raise_sums(sums: FloatArray, nodes: NodeArray, n: int, level: np.uint64) ->
             nodes[n_above] = node
             n_above += 1
         n = n_above
-        level >>= _U1
 
 
 @compile_kernel
@@ -257,27 +330,38 @@ def write(
     :param priorities: shape ``(n,)``, finite and not negative
     """
     first_node = np.uint64(first)
+    first_group = max(first_node >> _U3, _U1)
     n = indices.shape[0]
-    for j in range(n):
-        # Adding zero makes 0.0 of -0.0
-        leaves[np.uint64(indices[j])] = priorities[j] + 0.0
     nodes = np.empty(n, np.uint64)
-    changed = np.empty(n, np.uint64)
+    looked_at = np.empty(n, np.float64)
+    for j in range(n):
+        # Only brings what is needed next into the cache, all of it at once: later on, which way
+        # to go depends on it
+        leaf = np.uint64(indices[j])
+        looked_at[j] = leaves[leaf] + extremes[(first_group + (leaf >> _U6)) << _U1]
+        nodes[j] = first_node + (leaf >> _U3)
+    for j in range(n):
+        leaf = np.uint64(indices[j])
+        before = leaves[leaf]
+        # Adding zero makes 0.0 of -0.0
+        value = priorities[j] + 0.0
+        leaves[leaf] = value
+        at = (first_group + (leaf >> _U6)) << _U1
+        largest = extremes[at]
+        smallest = extremes[at + _U1]
+        # Asked here, since the call costs more than what it seldom has to do
+        if max(before, value) >= largest or min(before, value) <= smallest:
+            _follow_extremes(leaves, extremes, at, leaf, before)
     n_nodes = 0
-    n_changed = 0
     last = _NOWHERE
     for j in range(n):
-        block = np.uint64(indices[j]) >> _U3
-        if block == last:
+        node = nodes[j]
+        if node == last:
             continue
-        last = block
-        node = first_node + block
-        if _refresh_block(leaves, sums, extremes, first_node, block):
-            changed[n_changed] = node >> _U1
-            n_changed += 1
+        last = node
+        sums[node] = _sum_block(leaves, (node - first_node) << _U3)
         nodes[n_nodes] = node
         n_nodes += 1
-    _raise_extremes(extremes, changed, n_changed)
     _raise_sums(sums, nodes, n_nodes, first_node)
 
 
@@ -299,32 +383,33 @@ def fill(
     :param stop: one past the last leaf, greater than ``start``
     :param priority: finite and not negative
     """
+    first_node = np.uint64(first)
+    first_group = max(first_node >> _U3, _U1)
+    value = priority + 0.0
     same = True
     for i in range(start, stop):
         leaf = np.uint64(i)
-        same = same and leaves[leaf] == priority
-        leaves[leaf] = priority + 0.0
+        before = leaves[leaf]
+        if before != value:
+            same = False
+            leaves[leaf] = value
+            at = (first_group + (leaf >> _U6)) << _U1
+            _follow_extremes(leaves, extremes, at, leaf, before)
     if same:
         return
-    first_node = np.uint64(first)
     low = np.uint64(start) >> _U3
     high = np.uint64(stop - 1) >> _U3
-    changed = False
     for k in range(low, high + _U1):
-        if _refresh_block(leaves, sums, extremes, first_node, np.uint64(k)):
-            changed = True
+        block = np.uint64(k)
+        sums[first_node + block] = _sum_block(leaves, block << _U3)
     low += first_node
     high += first_node
     while low > _U1:
         low >>= _U1
         high >>= _U1
-        any_above = False
         for k in range(low, high + _U1):
             node = np.uint64(k)
             sums[node] = sums[node << _U1] + sums[(node << _U1) + _U1]
-            if changed and _refresh_extremes(extremes, node):
-                any_above = True
-        changed = any_above
 
 
 @compile_kernel
