@@ -47,6 +47,12 @@ COMMANDS = {
         "sb3_per.experiments.blind_cliffwalk:BlindCliffwalkSettings",
         "experiments",
     ),
+    "evidence": Command(
+        "make the runs behind docs/results.md: when prioritized replay helps",
+        "sb3_per.experiments.evidence:main",
+        "sb3_per.experiments.evidence:EvidenceSettings",
+        "experiments",
+    ),
     "zoo": Command(
         "rl-zoo3 with the algorithms of this package; all arguments go to it",
         "sb3_per.zoo:main",

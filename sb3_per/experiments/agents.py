@@ -42,6 +42,7 @@ ALGORITHMS = {
     "per": Algorithm("sb3_per", "PERDQN", "PER"),
     "qrdqn": Algorithm("sb3_contrib", "QRDQN", "QR-DQN uniform", "contrib"),
     "per_qrdqn": Algorithm("sb3_per.per_qrdqn", "PERQRDQN", "QR-DQN PER", "contrib"),
+    "per_trial": Algorithm("sb3_per.experiments.trials", "PERDQNTrial", "PER trial"),
 }
 
 #: Other names for them
