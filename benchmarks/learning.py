@@ -13,6 +13,7 @@ from benchmarks.race import Contestant, Race
 from sb3_per import PERDQN
 
 ALGORITHMS: dict[str, type[DQN]] = {"DQN": DQN, "PERDQN": PERDQN}
+BY_RANK = "PERDQN, by rank"
 
 
 class Case(NamedTuple):
@@ -51,10 +52,12 @@ def race(case: Case, rounds: int, steps: int) -> Race:
     :return: seconds for a turn of each algorithm
     """
     models = {}
-    for name, algorithm in ALGORITHMS.items():
-        model = algorithm(
+    for name in (*ALGORITHMS, BY_RANK):
+        options: dict[str, Any] = {"prioritization": "rank"} if name == BY_RANK else {}
+        model = ALGORITHMS.get(name, PERDQN)(
             "MlpPolicy",
             make_vec_env("CartPole-v1", n_envs=case.n_envs, seed=0),
+            **options,
             train_freq=case.train_freq,
             batch_size=case.batch_size,
             buffer_size=100_000,

@@ -152,6 +152,9 @@ STUDIES: dict[str, Study] = {
             "per(target_update_interval=1000)",
             "uniform(target_update_interval=8, tau=0.02)",
             "per(target_update_interval=8, tau=0.02)",
+            # The best together
+            "per_trial(new_priority='measured', uniform_share=0.25, target_update_interval=8, "
+            "tau=0.02)",
         ],
     ),
     "confirmation": Study(
@@ -220,6 +223,14 @@ class EvidenceSettings:
                 )
         if self.jobs == 0:
             raise SettingsError("--jobs must be a number of runs, or -1 for all cores, got 0")
+
+
+def base_of(study: str) -> str:
+    """
+    :param study: key of :data:`STUDIES`
+    :return: the agent that others are compared with by default
+    """
+    return "per" if study == "hypotheses" else "uniform"
 
 
 def runs_of(settings: EvidenceSettings) -> dict[tuple[str, str, int], Run]:
@@ -291,7 +302,7 @@ def main(settings: EvidenceSettings) -> int:
         print("\nStopped: the same command makes the runs that are missing.", file=sys.stderr)
         return 130
     if n_failed < len(to_do) or there:
-        base = settings.base or ("per" if settings.study == "hypotheses" else "uniform")
+        base = settings.base or base_of(settings.study)
         agents = list(dict.fromkeys(agent for _, agent, _ in runs))
         print("\n".join(write_report(settings.folder, agents, base)))
     return 1 if n_failed else 0
