@@ -155,16 +155,29 @@ def clip_grad_norm(parameters: Sequence[nn.Parameter], max_norm: float) -> None:
     :param max_norm: the largest norm allowed, over all gradients together
     """
     with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
-    if hasattr(nn.utils, "get_total_norm"):
-        gradients = [parameter.grad for parameter in with_gradient]
-        norm = nn.utils.get_total_norm(gradients)  # type: ignore[arg-type]
-        # Gradients well below the limit would be multiplied by 1. On a GPU, to look at the norm
-        # would be to wait for it.
-        if norm.device.type == "cpu" and norm.item() < 0.99 * max_norm:
-            return
-        nn.utils.clip_grads_with_norm_(with_gradient, max_norm, norm)
-    else:  # torch before 2.6
+    if not _is_well_below(with_gradient, max_norm):
         nn.utils.clip_grad_norm_(with_gradient, max_norm)
+
+
+def _is_well_below(parameters: Sequence[nn.Parameter], max_norm: float) -> bool:
+    """
+    :param parameters: all with a gradient
+    :param max_norm: the largest norm allowed
+    :return: whether the gradients are so small that they would be multiplied by 1, which saves the
+        rest; False where it would take long to find out
+    """
+    squares = 0.0
+    for parameter in parameters:
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient.device.type != "cpu" or gradient.layout != th.strided:
+            # On a GPU, to look at the norm would be to wait for it
+            return False
+        flat = gradient.reshape(-1)
+        # For networks of a few thousand parameters in half the time of torch's norms
+        squares += th.dot(flat, flat).item()
+    # With a margin for rounding. Neither NaN nor infinity is below.
+    return squares < (0.99 * max_norm) ** 2
 
 
 def fuse(optimizer: Optimizer) -> bool:

@@ -190,6 +190,19 @@ def test_clipping_equals_that_of_torch_to_the_last_bit(max_norm: float) -> None:
         assert th.equal(one.grad, other.grad)
 
 
+@pytest.mark.parametrize("max_norm", [1.0, 450.0, 1000.0])
+def test_clipping_where_squares_overflow_and_strides_are_odd(max_norm: float) -> None:
+    """The norm is 424.3; the squares are too large for 16 bits."""
+    gradient = th.tensor([[300.0, 0.0], [300.0, 0.0]], dtype=th.float16).T
+    ours, theirs = (nn.Parameter(th.zeros(2, 2, dtype=th.float16)) for _ in range(2))
+    ours.grad, theirs.grad = gradient.clone(), gradient.clone()
+    assert not ours.grad.is_contiguous()
+    clip_grad_norm([ours], max_norm)
+    nn.utils.clip_grad_norm_([theirs], max_norm)
+    assert th.equal(ours.grad, theirs.grad)
+    assert (ours.grad.max() < 300.0) == (max_norm < 424.0)
+
+
 def test_clipping_passes_nan_on_as_torch_does() -> None:
     parameters = [nn.Parameter(th.zeros(2)) for _ in range(2)]
     parameters[0].grad, parameters[1].grad = th.tensor([np.nan, 1.0]), th.ones(2)
