@@ -1,6 +1,5 @@
 """Write the tables and pictures of docs/results.md anew, from the runs in docs/results alone."""
 
-import re
 from pathlib import Path
 
 from sb3_per.experiments.agents import parse_agents
@@ -11,15 +10,16 @@ PAGE = Path(__file__).parents[1] / "docs" / "results.md"
 
 
 def main() -> None:
+    """Renew every table."""
     text = PAGE.read_text(encoding="utf-8")
     for name, study in STUDIES.items():
         agents = [str(agent) for agent in parse_agents(study.agents)]
         lines = write_report(PAGE.with_name("results") / name, agents, base_of(name))
         marks = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
-        pattern = re.compile(f"{re.escape(marks[0])}.*?{re.escape(marks[1])}", re.DOTALL)
-        table = marks[0] + "\n".join(lines) + "\n" + marks[1]
-        text, n = pattern.subn(lambda _, table=table: table, text)
-        assert n == 1, f"{PAGE} has no place for {name}"
+        before, _, rest = text.partition(marks[0])
+        _, _, after = rest.partition(marks[1])
+        assert after, f"{PAGE} has no place for {name}"
+        text = before + marks[0] + "\n".join(lines) + "\n" + marks[1] + after
     PAGE.write_text(text, encoding="utf-8")
 
 

@@ -25,6 +25,7 @@ from sb3_per.common.type_aliases import (
 )
 
 __all__ = [
+    "InitialPriority",
     "Prioritization",
     "PrioritizedDictReplayBuffer",
     "PrioritizedHerReplayBuffer",
@@ -39,6 +40,9 @@ Prioritization = Literal["proportional", "rank"]
 #: What the importance-sampling weights are divided by: the largest one of the batch, or the
 #: largest one that any stored transition would have
 WeightNormalization = Literal["batch", "buffer"]
+
+#: Priority of new transitions: the largest that is stored, or that of their own TD error
+InitialPriority = Literal["max", "td_error"]
 
 #: What options that are words can be
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -190,6 +194,8 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
         )
         # How many rows were ever added: by it, errors that come late are told from timely ones
         self._n_adds = 0
+        # And how many when `forget_new` was last called
+        self._n_known = 0
         self._last_draw: tuple[IntArray | None, int] = (None, 0)
         # Counted only until the first update
         self._n_draws_unanswered = 0
@@ -378,6 +384,21 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
             oldest = self.pos * self.n_envs
             self.tree.fill(oldest, oldest + self.n_envs, 0.0)
 
+    def new_transitions(self) -> IntArray:
+        """
+        :return: transitions that were added since :meth:`forget_new` was last called, oldest
+            first, and can be drawn, shape ``(n,)``; none of those taken over from another buffer
+        """
+        n_rows = min(self._n_adds - self._n_known, self.size())
+        rows = (self.pos - n_rows + np.arange(n_rows)) % self.buffer_size
+        indices: IntArray = (rows[:, None] * self.n_envs + np.arange(self.n_envs)).ravel()
+        drawable = self._is_drawable(indices)
+        return indices if drawable is None else indices[drawable]
+
+    def forget_new(self) -> None:
+        """From now on, no transition that is stored counts as new."""
+        self._n_known = self._n_adds
+
     def _is_drawable(self, indices: IntArray) -> npt.NDArray[np.bool_] | None:
         """
         :param indices: stored transitions, shape ``(n,)``
@@ -458,6 +479,18 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
         # Whoever names rows may name some that could not have been drawn: they count as likely ones
         likely = masses.max(initial=0.0) or 1.0
         return self._make_batch(indices, np.where(masses > 0.0, masses, likely), env)
+
+    def batch_of(
+        self, indices: IntArray, env: VecNormalize | None = None
+    ) -> PrioritizedReplayBufferSamples:
+        """
+        The batch for given transitions, without a draw.
+
+        :param indices: stored transitions that can be drawn, int64, shape ``(batch,)``
+        :param env: normalizes observations and rewards of the batch, if given
+        :return: the batch, with weights as if these had been drawn
+        """
+        return self._make_batch(indices, self.tree.masses(indices), env)
 
     def _make_batch(
         self, indices: IntArray, masses: FloatArray, env: VecNormalize | None

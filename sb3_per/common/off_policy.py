@@ -3,8 +3,8 @@
 import io
 import pathlib
 import warnings
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any, cast, get_args
 
 import numpy as np
 import torch as th
@@ -18,6 +18,7 @@ from stable_baselines3.her.her_replay_buffer import HerReplayBuffer
 from sb3_per.common.batch_kernels import LOSS_CODES, batch_means
 from sb3_per.common.buffers import (
     CHOICES,
+    InitialPriority,
     Prioritization,
     PrioritizedDictReplayBuffer,
     PrioritizedHerReplayBuffer,
@@ -44,6 +45,9 @@ SB3_DEFAULT_N_STEPS = 3
 
 #: How far a schedule of the user's may leave [0, 1]: SB3's LinearSchedule does by some 1e-16
 ROUNDING = 1e-9
+
+#: New transitions whose errors are measured at once, so that images don't fill the memory
+CHUNK = 256
 
 #: What a buffer class of SB3's stands for. Not here: NStepReplayBuffer, whose counterpart depends
 #: on the observations.
@@ -97,6 +101,7 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
     #: Options of some of the algorithms only, checked where they are set
     double_q: bool
     loss: Loss
+    initial_priority: InitialPriority
 
     def _set_per_options(
         self,
@@ -115,8 +120,9 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
         ``load(..., alpha=0.5)`` replaces one. They are checked in :meth:`_setup_model`, which
         every way of making a model leads through, and whenever ``train`` applies them.
 
-        :param own_options: that the algorithm has besides; ``double_q`` and ``loss`` are checked
-            as those of PERDQN, for others extend :meth:`_check_per_options`
+        :param own_options: that the algorithm has besides; ``double_q``, ``loss`` and
+            ``initial_priority`` are checked as those of PERDQN, for others extend
+            :meth:`_check_per_options`
         """
         self.alpha = alpha
         self.beta = beta
@@ -141,6 +147,18 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
             raise ValueError(f"`double_q` must be True or False, got {self.double_q!r}")
         if hasattr(self, "loss"):
             check_loss(self.loss)
+        if hasattr(self, "initial_priority"):
+            check_choice("initial_priority", self.initial_priority, get_args(InitialPriority))
+            if self.initial_priority == "td_error" and self._replays_with_hindsight():
+                raise ValueError(
+                    "`initial_priority='td_error'` is not supported with hindsight experience "
+                    "replay: a new transition has no goal to be measured by until its episode is "
+                    "over; use 'max'"
+                )
+
+    def _replays_with_hindsight(self) -> bool:
+        classes = (self.replay_buffer_class, type(self.replay_buffer))
+        return any(isinstance(cls, type) and issubclass(cls, HerReplayBuffer) for cls in classes)
 
     def _check_action_space(self) -> None:
         start = getattr(self.action_space, "start", 0)
@@ -363,6 +381,27 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
             if getattr(buffer, name, None) != value:
                 setattr(buffer, name, value)
         buffer.beta = beta
+
+    def _measure_new(
+        self, td_errors_of: Callable[[PrioritizedReplayBufferSamples], th.Tensor]
+    ) -> None:
+        """
+        Give the transitions added since the last call the priorities of their own TD errors.
+
+        :param td_errors_of: of a batch, under the networks as they are, shape ``(batch, 1)``
+        """
+        buffer = cast(PrioritizedReplayBuffer, self.replay_buffer)
+        new = buffer.new_transitions()
+        if not len(new):
+            return
+        # As when acting: dropout and batch normalization must not notice
+        self.policy.set_training_mode(False)
+        with th.no_grad():
+            chunks = [new[start : start + CHUNK] for start in range(0, len(new), CHUNK)]
+            batches = (buffer.batch_of(chunk, self._vec_normalize_env) for chunk in chunks)
+            # All at once, so that an error that is not finite leaves all priorities as they were
+            buffer.update_priorities(new, th.cat([td_errors_of(batch) for batch in batches]))
+        buffer.forget_new()
 
     def _sample(self, batch_size: int) -> PrioritizedReplayBufferSamples:
         """

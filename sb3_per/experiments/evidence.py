@@ -101,11 +101,13 @@ TASKS: dict[str, Task] = {
     "corridor-20": _corridor(20, n_timesteps=16_000),
     "cartpole": Task("CartPole-v1", 5, {"n_timesteps": 25_000, **_CONTROL}),
     "acrobot": Task("Acrobot-v1", 5, {"n_timesteps": 25_000, **_CONTROL}, n_evals=10),
-    "lunarlander": Task(
-        "LunarLander-v3",
-        5,
-        {"n_timesteps": 60_000, **_CONTROL, "gradient_steps": 1, "batch_size": 64},
-        n_evals=10,
+    "corridor-20-every-32": _corridor(20, n_timesteps=16_000, **_every(32)),
+    "cartpole-every-32": Task("CartPole-v1", 5, {"n_timesteps": 25_000, **_CONTROL, **_every(32)}),
+    "acrobot-every-32": Task(
+        "Acrobot-v1", 5, {"n_timesteps": 25_000, **_CONTROL, **_every(32)}, n_evals=10
+    ),
+    "lunarlander-every-32": Task(
+        "LunarLander-v3", 5, {"n_timesteps": 40_000, **_CONTROL, **_every(32)}, n_evals=10
     ),
     **{
         f"cliffwalk-{n}-every-{freq}": _cliffwalk(n, n_timesteps=n_timesteps, **_every(freq))
@@ -141,7 +143,7 @@ STUDIES: dict[str, Study] = {
             "per(priority_eps=0.1)",
             "per(prioritization='rank', alpha=0.7, beta=0.5)",
             "per_trial(new_priority='measured')",
-            "per_trial(new_priority='td_error')",
+            "per(initial_priority='td_error')",
             "per_trial(refresh=True)",
             "per_trial(uniform_share=0.25)",
             "per_trial(weight_divisor='mean')",
@@ -157,18 +159,28 @@ STUDIES: dict[str, Study] = {
             "tau=0.02)",
         ],
     ),
+    "map": Study(
+        [f"cliffwalk-{n}-every-{freq}" for n in MAP_STEPS for freq in MAP_FREQS],
+        ["uniform", "per"],
+    ),
+    "few-updates": Study(
+        [
+            "cliffwalk-10-every-64",
+            "corridor-20-every-32",
+            "cartpole-every-32",
+            "acrobot-every-32",
+            "lunarlander-every-32",
+        ],
+        ["uniform", "per", "per(initial_priority='td_error')"],
+    ),
     "confirmation": Study(
-        ["corridor-20", "cartpole", "acrobot", "lunarlander"],
+        ["corridor-20", "cartpole", "acrobot"],
         [
             "uniform",
             "per",
             "uniform(target_update_interval=8, tau=0.02)",
             "per(target_update_interval=8, tau=0.02)",
         ],
-    ),
-    "map": Study(
-        [name for name in TASKS if "-every-" in name],
-        ["uniform", "per"],
     ),
 }
 
@@ -184,7 +196,7 @@ class EvidenceSettings:
     Make the runs behind docs/results.md, or the same with other seeds, and write what comes out:
     one line for each run, a table, pictures. The same command again goes on with what is missing.
 
-    :param study: `hypotheses`, `confirmation` or `map`
+    :param study: `hypotheses`, `map`, `few-updates` or `confirmation`
     :param tasks: of the study; all by default
     :param agents: in place of those of the study, as `sb3-per compare` takes them
     :param n_seeds: runs of each agent on each task

@@ -1,5 +1,6 @@
 """Tables and pictures of ``sb3-per evidence``, from the files of its runs alone."""
 
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -20,6 +21,9 @@ from sb3_per.experiments.style import agent_colors, figure, panels, steps_axis, 
 __all__ = ["read_runs", "write_report"]
 
 FloatArray = npt.NDArray[np.float64]
+
+#: A task of the map: number of states, environment steps for one update
+MAP_TASK = re.compile(r"cliffwalk-(\d+)-every-(\d+)")
 
 #: In one panel
 MOST_CURVES = 6
@@ -90,7 +94,9 @@ def map_cells(runs: pd.DataFrame) -> Iterator[tuple[int, int, FloatArray, FloatA
         policy gets the reward, with uniform and with prioritized replay
     """
     for task in dict.fromkeys(runs["task"]):
-        _, n, _, freq = task.split("-")
+        found = MAP_TASK.fullmatch(task)
+        assert found is not None
+        n, freq = found.groups()
         # The same for both: behaviour is random, and a seed decides it
         budget = float(runs[runs["task"] == task]["steps"].iloc[0])
         yield (
@@ -223,7 +229,7 @@ def write_report(folder: Path, agents: Sequence[str], base: str) -> list[str]:
     there = dict.fromkeys([*agents, *runs["agent"]])
     agents = [agent for agent in there if agent in set(runs["agent"])]
     pictures = {}
-    if set(agents) == {"uniform", "per"} and all("-every-" in task for task in tasks):
+    if set(agents) == {"uniform", "per"} and all(MAP_TASK.fullmatch(task) for task in tasks):
         lines = map_table(runs)
         pictures["map"] = map_picture(runs)
     else:

@@ -4,7 +4,6 @@ import inspect
 from typing import Any, Literal, get_args
 
 import numpy as np
-import torch as th
 from stable_baselines3.common.vec_env import VecNormalize
 
 from sb3_per import PERDQN, PrioritizedReplayBuffer
@@ -14,9 +13,8 @@ from sb3_per.common.type_aliases import PrioritizedReplayBufferSamples
 
 __all__ = ["PERDQNTrial", "TrialReplayBuffer"]
 
-#: Priority of new transitions: the largest of all, the largest of those that were replayed, or
-#: the one of the TD error that the networks give them
-NewPriority = Literal["max", "measured", "td_error"]
+#: Priority of new transitions: the largest of all, or of those that were replayed
+NewPriority = Literal["max", "measured"]
 
 #: What importance-sampling weights are divided by: the batch's largest, its mean, or nothing
 WeightDivisor = Literal["max", "mean", "none"]
@@ -98,8 +96,7 @@ class PERDQNTrial(PERDQN):
     PERDQN with variants that ``docs/results.md`` reports on.
 
     :param new_priority: priority of transitions that were never replayed: the largest of all
-        (``"max"``, as PERDQN has it), the largest of those that were replayed (``"measured"``),
-        or that of their own TD error under the present networks (``"td_error"``)
+        (``"max"``, as PERDQN has it), or of those that were replayed (``"measured"``)
     :param uniform_share: of each batch that is drawn uniformly, in ``[0, 1]``
     :param weight_divisor: divide weights by the largest of the batch (``"max"``, as PERDQN does),
         by their mean (``"mean"``) or not at all (``"none"``)
@@ -132,22 +129,11 @@ class PERDQNTrial(PERDQN):
         """As in :class:`~sb3_per.PERDQN`, with priorities brought up to date before."""
         buffer = self.replay_buffer
         assert isinstance(buffer, TrialReplayBuffer)
-        if buffer.new_priority == "td_error":
-            stored = drawable_indices(buffer)
-            self._measure(stored[~buffer.was_replayed[stored]])
         interval = max(self.target_update_interval // self.n_envs, 1)
         if self.refresh and self._n_calls // interval != self._last_measured:
             self._last_measured = self._n_calls // interval
-            self._measure(drawable_indices(buffer))
+            buffer.update_priorities(drawable_indices(buffer), td_errors_in_buffer(self))
         super().train(gradient_steps, batch_size)
-
-    def _measure(self, indices: Any) -> None:
-        if not len(indices):
-            return
-        buffer = self.replay_buffer
-        assert isinstance(buffer, TrialReplayBuffer)
-        with th.no_grad():
-            buffer.update_priorities(indices, td_errors_in_buffer(self, indices))
 
 
 # What can be given, for those who ask, in place of `*args` and `**kwargs`

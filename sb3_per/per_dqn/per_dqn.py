@@ -8,9 +8,10 @@ from stable_baselines3.common.type_aliases import GymEnv, MaybeCallback, Schedul
 from stable_baselines3.dqn.dqn import DQN
 from stable_baselines3.dqn.policies import DQNPolicy
 
-from sb3_per.common.buffers import Prioritization, WeightNormalization
+from sb3_per.common.buffers import InitialPriority, Prioritization, WeightNormalization
 from sb3_per.common.losses import DERIVATIVES, Loss
 from sb3_per.common.off_policy import PrioritizedOffPolicyAlgorithm
+from sb3_per.common.type_aliases import PrioritizedReplayBufferSamples
 
 __all__ = ["PERDQN"]
 
@@ -84,6 +85,10 @@ class PERDQN(PrioritizedOffPolicyAlgorithm, DQN):
     :param prioritization: ``"proportional"``, draw in proportion to
         ``(|TD error| + eps) ** alpha``; or ``"rank"``, in proportion to ``(1 / rank) ** alpha``,
         where rank 1 has the largest error (the paper has ``alpha=0.7``, ``beta=0.5`` for it)
+    :param initial_priority: of new transitions: ``"max"``, the largest that is stored, so that
+        each is replayed soon (Schaul et al. 2016, algorithm 1, line 6); or ``"td_error"``, that of
+        their own error under the networks of the next ``train``, which looks at each new
+        transition once. The latter helps where there are more new transitions than draws.
     :raises ValueError: if an option is out of its range, ``replay_buffer_class`` can't be used
         with priorities, ``replay_buffer_kwargs`` contradict an option, or the actions don't start
         at 0
@@ -127,6 +132,7 @@ class PERDQN(PrioritizedOffPolicyAlgorithm, DQN):
         double_q: bool = False,
         loss: Loss = "huber",
         prioritization: Prioritization = "proportional",
+        initial_priority: InitialPriority = "max",
     ) -> None:
         super().__init__(
             policy,
@@ -166,6 +172,7 @@ class PERDQN(PrioritizedOffPolicyAlgorithm, DQN):
             double_q=double_q,
             loss=loss,
             prioritization=prioritization,
+            initial_priority=initial_priority,
         )
         if _init_setup_model:
             self._setup_model()
@@ -178,10 +185,12 @@ class PERDQN(PrioritizedOffPolicyAlgorithm, DQN):
         :param gradient_steps: how many batches
         :param batch_size: number of transitions in each
         """
+        self._prepare_buffer()
+        if self.initial_priority == "td_error":
+            self._measure_new(self._td_errors_of)
         # Dropout and batch normalization depend on it
         self.policy.set_training_mode(True)
         self._update_learning_rate(self.policy.optimizer)
-        self._prepare_buffer()
         derivative = DERIVATIVES[self.loss]
 
         errors: list[th.Tensor] = []
@@ -215,6 +224,20 @@ class PERDQN(PrioritizedOffPolicyAlgorithm, DQN):
             return
         self.logger.record("train/n_updates", self._n_updates, exclude="tensorboard")
         self._record_per(errors, weights, self.loss)
+
+    def _td_errors_of(self, batch: PrioritizedReplayBufferSamples) -> th.Tensor:
+        """
+        :param batch: from the replay buffer
+        :return: targets minus Q-values, shape ``(batch, 1)``
+        """
+        targets = self._td_targets(
+            batch.next_observations,
+            batch.rewards,
+            batch.dones,
+            self.gamma if batch.discounts is None else batch.discounts,
+        )
+        q_values: th.Tensor = self.q_net(batch.observations)  # (batch, n_actions)
+        return targets - q_values.gather(1, batch.actions.long())
 
     def _td_targets(
         self,

@@ -8,9 +8,10 @@ from sb3_contrib.qrdqn.qrdqn import QRDQN
 from stable_baselines3.common.buffers import ReplayBuffer
 from stable_baselines3.common.type_aliases import GymEnv, MaybeCallback, Schedule
 
-from sb3_per.common.buffers import Prioritization, WeightNormalization
+from sb3_per.common.buffers import InitialPriority, Prioritization, WeightNormalization
 from sb3_per.common.losses import quantile_huber_loss
 from sb3_per.common.off_policy import PrioritizedOffPolicyAlgorithm
+from sb3_per.common.type_aliases import PrioritizedReplayBufferSamples
 
 __all__ = ["PERQRDQN"]
 
@@ -89,6 +90,10 @@ class PERQRDQN(PrioritizedOffPolicyAlgorithm, QRDQN):
     :param prioritization: ``"proportional"``, draw in proportion to
         ``(|TD error| + eps) ** alpha``; or ``"rank"``, in proportion to ``(1 / rank) ** alpha``,
         where rank 1 has the largest error (Schaul et al. have ``alpha=0.7``, ``beta=0.5`` for it)
+    :param initial_priority: of new transitions: ``"max"``, the largest that is stored, so that
+        each is replayed soon (Schaul et al. 2016, algorithm 1, line 6); or ``"td_error"``, that of
+        their own error under the networks of the next ``train``, which looks at each new
+        transition once. The latter helps where there are more new transitions than draws.
     :raises ValueError: if an option is out of its range, ``replay_buffer_class`` can't be used
         with priorities, ``replay_buffer_kwargs`` contradict an option, or the actions don't start
         at 0
@@ -131,6 +136,7 @@ class PERQRDQN(PrioritizedOffPolicyAlgorithm, QRDQN):
         weight_normalization: WeightNormalization = "batch",
         double_q: bool = False,
         prioritization: Prioritization = "proportional",
+        initial_priority: InitialPriority = "max",
     ) -> None:
         super().__init__(
             policy,
@@ -169,6 +175,7 @@ class PERQRDQN(PrioritizedOffPolicyAlgorithm, QRDQN):
             weight_normalization=weight_normalization,
             double_q=double_q,
             prioritization=prioritization,
+            initial_priority=initial_priority,
         )
         if _init_setup_model:
             self._setup_model()
@@ -181,10 +188,12 @@ class PERQRDQN(PrioritizedOffPolicyAlgorithm, QRDQN):
         :param gradient_steps: how many batches
         :param batch_size: number of transitions in each
         """
+        self._prepare_buffer()
+        if self.initial_priority == "td_error":
+            self._measure_new(self._td_errors_of)
         # Dropout and batch normalization depend on it
         self.policy.set_training_mode(True)
         self._update_learning_rate(self.policy.optimizer)
-        self._prepare_buffer()
 
         losses: list[th.Tensor] = []
         errors: list[th.Tensor] = []
@@ -219,6 +228,21 @@ class PERQRDQN(PrioritizedOffPolicyAlgorithm, QRDQN):
         self.logger.record("train/n_updates", self._n_updates, exclude="tensorboard")
         self.logger.record("train/loss", th.stack(losses).mean().item())
         self._record_per(errors, weights)
+
+    def _td_errors_of(self, batch: PrioritizedReplayBufferSamples) -> th.Tensor:
+        """
+        :param batch: from the replay buffer
+        :return: distance between estimates and targets, shape ``(batch, 1)``, at least 0
+        """
+        targets = self._target_quantiles(
+            batch.next_observations,
+            batch.rewards,
+            batch.dones,
+            self.gamma if batch.discounts is None else batch.discounts,
+        )
+        return self._td_errors(
+            _of_actions(self.quantile_net(batch.observations), batch.actions), targets
+        )
 
     def _target_quantiles(
         self,

@@ -133,6 +133,8 @@ BAD_OPTIONS: list[tuple[str, Any]] = [
     ("weight_normalization", None),
     ("prioritization", "greedy"),
     ("prioritization", None),
+    ("initial_priority", "min"),
+    ("initial_priority", None),
     ("double_q", "yes"),
     ("double_q", 1),
     ("double_q", None),

@@ -56,27 +56,6 @@ def test_new_transitions_at_the_largest_priority_of_all_or_of_those_replayed() -
         assert buffer.priorities[2] == (1.0 if new_priority == "max" else 0.125)
 
 
-def test_new_transitions_at_their_own_error() -> None:
-    model = model_of(new_priority="td_error")
-    for _ in range(3):
-        model.collect_rollouts(
-            model.env,  # type: ignore[arg-type]
-            callback=model._init_callback(None),
-            train_freq=model.train_freq,  # type: ignore[arg-type]
-            replay_buffer=model.replay_buffer,  # type: ignore[arg-type]
-        )
-    buffer = model.replay_buffer
-    assert isinstance(buffer, TrialReplayBuffer)
-    new = ~buffer.was_replayed[: buffer.n_transitions]
-    assert new.sum() >= 4
-    before = buffer.priorities
-    model.train(0)
-    errors = np.abs(td_errors_in_buffer(model))
-    expected = (errors + model.priority_eps) ** model.alpha
-    np.testing.assert_allclose(buffer.priorities[new], expected[new], rtol=1e-6)
-    np.testing.assert_array_equal(buffer.priorities[~new], before[~new])
-
-
 def test_refresh_measures_all_when_the_target_network_has_changed() -> None:
     model = model_of(refresh=True)
     buffer = model.replay_buffer

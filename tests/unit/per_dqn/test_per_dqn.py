@@ -199,6 +199,7 @@ def test_the_arguments_are_those_of_dqn_then_options_by_name_only() -> None:
         "double_q": False,
         "loss": "huber",
         "prioritization": "proportional",
+        "initial_priority": "max",
     }
 
 
@@ -252,6 +253,7 @@ def test_every_argument_arrives() -> None:
         "double_q": True,
         "loss": "mse",
         "prioritization": "rank",
+        "initial_priority": "td_error",
     }
     assert given.keys() == defaults.keys()
     assert [name for name in given if given[name] == defaults[name]] == ["verbose"]
@@ -284,6 +286,7 @@ def test_every_argument_arrives() -> None:
         "double_q",
         "loss",
         "prioritization",
+        "initial_priority",
         # derived from the policy, and not saved
         "_fused",
         "_structure",

@@ -194,6 +194,7 @@ def test_every_argument_arrives() -> None:
         "weight_normalization": "buffer",
         "double_q": True,
         "prioritization": "rank",
+        "initial_priority": "td_error",
     }
     parameters = inspect.signature(PERQRDQN).parameters
     assert list(given) == [
