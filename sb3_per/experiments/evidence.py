@@ -166,6 +166,7 @@ STUDIES: dict[str, Study] = {
     "few-updates": Study(
         [
             "cliffwalk-10-every-64",
+            "cliffwalk-8-every-64",
             "corridor-20-every-32",
             "cartpole-every-32",
             "acrobot-every-32",
@@ -201,7 +202,7 @@ class EvidenceSettings:
     :param agents: in place of those of the study, as `sb3-per compare` takes them
     :param n_seeds: runs of each agent on each task
     :param first_seed: the first of these seeds; the others follow it
-    :param base: agent that the others are compared with; `per` for the hypotheses, else `uniform`
+    :param base: agent that the others are compared with; by default that of docs/results.md
     :param output: folder for the results; `evidence/STUDY` by default
     :param jobs: runs at the same time; -1 for as many as there are cores
     """
@@ -242,7 +243,7 @@ def base_of(study: str) -> str:
     :param study: key of :data:`STUDIES`
     :return: the agent that others are compared with by default
     """
-    return "per" if study == "hypotheses" else "uniform"
+    return "per" if study in ("hypotheses", "few-updates") else "uniform"
 
 
 def runs_of(settings: EvidenceSettings) -> dict[tuple[str, str, int], Run]:

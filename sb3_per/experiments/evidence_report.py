@@ -122,7 +122,8 @@ def map_table(runs: pd.DataFrame) -> list[str]:
         better = probability_of_improvement_interval(-per, -uniform)
         lines.append(
             f"| {n} | {freq} | {interquartile_mean(uniform):,.0f} | {interquartile_mean(per):,.0f} "
-            f"| {gain.mean():,.0f} [{low:,.0f}, {high:,.0f}] | {_cell(better)} |"
+            # As integers, which have no -0
+            f"| {round(gain.mean()):,} [{round(low):,}, {round(high):,}] | {_cell(better)} |"
         )
     return lines
 
@@ -148,7 +149,7 @@ def map_picture(runs: pd.DataFrame) -> Figure:
             for x, freq in enumerate(freqs):
                 uniform, per = cells[n, freq]
                 low, high = bootstrap_interval([uniform - per], np.mean)
-                clear = "" if low <= 0.0 <= high else "*"
+                clear = "" if round(low) <= 0 <= round(high) else "*"
                 axes.text(x, y, f"{ratios[y, x]:.2f}{clear}", ha="center", va="center")
         axes.set_xticks(range(len(freqs)), [str(freq) for freq in freqs])
         axes.set_yticks(range(len(sizes)), [f"{n} (1 in {2**n:,})" for n in sizes])

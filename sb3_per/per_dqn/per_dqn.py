@@ -88,7 +88,7 @@ class PERDQN(PrioritizedOffPolicyAlgorithm, DQN):
     :param initial_priority: of new transitions: ``"max"``, the largest that is stored, so that
         each is replayed soon (Schaul et al. 2016, algorithm 1, line 6); or ``"td_error"``, that of
         their own error under the networks of the next ``train``, which looks at each new
-        transition once. The latter helps where there are more new transitions than draws.
+        transition once. The latter can help where there are more new transitions than draws.
     :raises ValueError: if an option is out of its range, ``replay_buffer_class`` can't be used
         with priorities, ``replay_buffer_kwargs`` contradict an option, or the actions don't start
         at 0
