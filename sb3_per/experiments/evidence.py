@@ -13,7 +13,7 @@ import pandas as pd
 import tyro
 from tqdm import tqdm
 
-from sb3_per.experiments.agents import parse_agents
+from sb3_per.experiments.agents import parse_agent, parse_agents
 from sb3_per.experiments.backends import train_all
 from sb3_per.experiments.evidence_report import write_report
 from sb3_per.experiments.settings import SettingsError
@@ -302,6 +302,8 @@ def main(settings: EvidenceSettings) -> int:
     """
     try:
         runs = runs_of(settings)
+        agents = list(dict.fromkeys(agent for _, agent, _ in runs))
+        base = _checked_base(settings, agents)
     except SettingsError as error:
         print(f"sb3-per evidence: {error}", file=sys.stderr)
         return 2
@@ -315,10 +317,18 @@ def main(settings: EvidenceSettings) -> int:
         print("\nStopped: the same command makes the runs that are missing.", file=sys.stderr)
         return 130
     if n_failed < len(to_do) or there:
-        base = settings.base or base_of(settings.study)
-        agents = list(dict.fromkeys(agent for _, agent, _ in runs))
         print("\n".join(write_report(settings.folder, agents, base)))
     return 1 if n_failed else 0
+
+
+def _checked_base(settings: EvidenceSettings, agents: Sequence[str]) -> str:
+    if settings.base is None:
+        base = base_of(settings.study)
+        return base if base in agents else agents[0]
+    base = str(parse_agent(settings.base))
+    if base not in agents:
+        raise SettingsError(f"--base {base} is none of the agents: {', '.join(agents)}")
+    return base
 
 
 def _made_before(path: Path) -> set[tuple[str, str, int]]:

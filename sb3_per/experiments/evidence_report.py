@@ -234,7 +234,6 @@ def write_report(folder: Path, agents: Sequence[str], base: str) -> list[str]:
         lines = map_table(runs)
         pictures["map"] = map_picture(runs)
     else:
-        base = base if base in agents else agents[0]
         lines = table(runs, agents, tasks, base)
         pictures["scores"] = score_picture(runs, agents, tasks, base)
         if len(agents) <= MOST_CURVES:

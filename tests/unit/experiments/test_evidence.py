@@ -71,6 +71,15 @@ def test_what_is_refused(settings: EvidenceSettings, message: str) -> None:
         runs_of(settings)
 
 
+def test_the_base_must_be_one_of_the_agents(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = EvidenceSettings("map", base="per( alpha=.5 )", output=tmp_path / "out")
+    assert evidence.main(settings) == 2
+    assert "--base per(alpha=0.5) is none of the agents: uniform, per" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_refusal_is_one_line_and_leaves_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -83,7 +92,8 @@ def test_a_refusal_is_one_line_and_leaves_nothing(
 def test_a_study_from_runs_to_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = EvidenceSettings("tiny", n_seeds=2, output=tmp_path, jobs=1)
     assert evidence.main(settings) == 0
-    assert "8 runs, 0 of them made before" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "8 runs, 0 of them made before" in out
     lines = (tmp_path / "runs.csv").read_text().splitlines()
     assert lines[0] == ",".join(COLUMNS)
     assert len(lines) == 9
@@ -99,7 +109,9 @@ def test_a_study_from_runs_to_summary(tmp_path: Path, capsys: pytest.CaptureFixt
     # Tasks were not mixed up: nobody gets through the longer corridor in fewer steps
     assert (runs["steps"] / runs["episodes"])[runs["task"] == "tiny-4"].min() >= 3.0
     summary = (tmp_path / "summary.md").read_text()
-    assert summary in capsys.readouterr().out or summary.startswith("| agent | tiny-3 | P(better)")
+    assert out.endswith(summary)
+    assert summary.startswith("| agent | tiny-3 | P(better)")
+    assert [line.split(" | ")[0] for line in summary.splitlines()[2:]] == ["| `uniform`", "| `per`"]
     assert {path.name for path in tmp_path.glob("*.png")} == {"scores.png", "curves.png"}
 
     # The same again makes nothing, one seed more makes four runs, all others stay
