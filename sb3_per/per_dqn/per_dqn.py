@@ -197,12 +197,7 @@ class PERDQN(PrioritizedOffPolicyAlgorithm, DQN):
         weights: list[th.Tensor] = []
         for _ in range(gradient_steps):
             batch = self._sample(batch_size)
-            targets = self._td_targets(
-                batch.next_observations,
-                batch.rewards,
-                batch.dones,
-                self.gamma if batch.discounts is None else batch.discounts,
-            )
+            targets = self._targets_of(batch)
             q_values = self.q_net(batch.observations)  # (batch, n_actions)
             q_values = th.gather(q_values, dim=1, index=batch.actions.long())  # (batch, 1)
             td_errors = targets - q_values.detach()
@@ -225,17 +220,24 @@ class PERDQN(PrioritizedOffPolicyAlgorithm, DQN):
         self.logger.record("train/n_updates", self._n_updates, exclude="tensorboard")
         self._record_per(errors, weights, self.loss)
 
-    def _td_errors_of(self, batch: PrioritizedReplayBufferSamples) -> th.Tensor:
+    def _targets_of(self, batch: PrioritizedReplayBufferSamples) -> th.Tensor:
         """
         :param batch: from the replay buffer
-        :return: targets minus Q-values, shape ``(batch, 1)``
+        :return: as :meth:`_td_targets`
         """
-        targets = self._td_targets(
+        return self._td_targets(
             batch.next_observations,
             batch.rewards,
             batch.dones,
             self.gamma if batch.discounts is None else batch.discounts,
         )
+
+    def _td_errors_of(self, batch: PrioritizedReplayBufferSamples) -> th.Tensor:
+        """
+        :param batch: from the replay buffer
+        :return: targets minus Q-values, shape ``(batch, 1)``
+        """
+        targets = self._targets_of(batch)
         q_values: th.Tensor = self.q_net(batch.observations)  # (batch, n_actions)
         return targets - q_values.gather(1, batch.actions.long())
 

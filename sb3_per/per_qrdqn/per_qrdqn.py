@@ -200,12 +200,7 @@ class PERQRDQN(PrioritizedOffPolicyAlgorithm, QRDQN):
         weights: list[th.Tensor] = []
         for _ in range(gradient_steps):
             batch = self._sample(batch_size)
-            targets = self._target_quantiles(
-                batch.next_observations,
-                batch.rewards,
-                batch.dones,
-                self.gamma if batch.discounts is None else batch.discounts,
-            )
+            targets = self._targets_of(batch)
             quantiles = self.quantile_net(batch.observations)  # (batch, n_quantiles, n_actions)
             quantiles = _of_actions(quantiles, batch.actions)  # (batch, n_quantiles)
             td_errors = self._td_errors(quantiles.detach(), targets)
@@ -229,20 +224,25 @@ class PERQRDQN(PrioritizedOffPolicyAlgorithm, QRDQN):
         self.logger.record("train/loss", th.stack(losses).mean().item())
         self._record_per(errors, weights)
 
-    def _td_errors_of(self, batch: PrioritizedReplayBufferSamples) -> th.Tensor:
+    def _targets_of(self, batch: PrioritizedReplayBufferSamples) -> th.Tensor:
         """
         :param batch: from the replay buffer
-        :return: distance between estimates and targets, shape ``(batch, 1)``, at least 0
+        :return: as :meth:`_target_quantiles`
         """
-        targets = self._target_quantiles(
+        return self._target_quantiles(
             batch.next_observations,
             batch.rewards,
             batch.dones,
             self.gamma if batch.discounts is None else batch.discounts,
         )
-        return self._td_errors(
-            _of_actions(self.quantile_net(batch.observations), batch.actions), targets
-        )
+
+    def _td_errors_of(self, batch: PrioritizedReplayBufferSamples) -> th.Tensor:
+        """
+        :param batch: from the replay buffer
+        :return: distance between estimates and targets, shape ``(batch, 1)``, at least 0
+        """
+        quantiles = _of_actions(self.quantile_net(batch.observations), batch.actions)
+        return self._td_errors(quantiles, self._targets_of(batch))
 
     def _target_quantiles(
         self,
