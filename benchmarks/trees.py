@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from benchmarks.race import Contestant, Race
 from sb3_per import SumTree
-from sb3_per.common.rank_tree import RankTree
+from sb3_per.trees.rank_tree import RankTree
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]

@@ -9,24 +9,23 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 import sb3_per_envs
-from sb3_per.common.buffers import (
+from sb3_per.buffers import (
     PrioritizedDictReplayBuffer,
+    PrioritizedDictReplayBufferSamples,
     PrioritizedHerReplayBuffer,
     PrioritizedReplayBuffer,
+    PrioritizedReplayBufferSamples,
 )
-from sb3_per.common.callbacks import (
+from sb3_per.callbacks import (
     PERLoggerCallback,
     ReplaySnapshot,
     ReplaySnapshotCallback,
+    drawable_indices,
     td_errors_in_buffer,
 )
-from sb3_per.common.rank_tree import RankTree
-from sb3_per.common.sum_tree import SumTree
-from sb3_per.common.type_aliases import (
-    PrioritizedDictReplayBufferSamples,
-    PrioritizedReplayBufferSamples,
-)
+from sb3_per.common.off_policy import PrioritizedOffPolicyAlgorithm
 from sb3_per.per_dqn import PERDQN
+from sb3_per.trees import RankTree, SumTree
 
 if _TYPE_CHECKING:
     from sb3_per.per_qrdqn import PERQRDQN
@@ -39,6 +38,7 @@ __all__ = [
     "PrioritizedDictReplayBuffer",
     "PrioritizedDictReplayBufferSamples",
     "PrioritizedHerReplayBuffer",
+    "PrioritizedOffPolicyAlgorithm",
     "PrioritizedReplayBuffer",
     "PrioritizedReplayBufferSamples",
     "RankTree",
@@ -46,6 +46,7 @@ __all__ = [
     "ReplaySnapshotCallback",
     "SumTree",
     "__version__",
+    "drawable_indices",
     "td_errors_in_buffer",
 ]
 if _find_spec("sb3_contrib"):

@@ -31,26 +31,26 @@ class Command(NamedTuple):
 COMMANDS = {
     "compare": Command(
         "train agents with uniform and with prioritized replay side by side",
-        "sb3_per.experiments.compare:main",
-        "sb3_per.experiments.settings:CompareSettings",
+        "sb3_per.compare.main:main",
+        "sb3_per.compare.settings:CompareSettings",
         "experiments",
     ),
     "plot": Command(
         "draw the pictures and the report of a comparison again",
-        "sb3_per.experiments.compare:plot",
-        "sb3_per.experiments.settings:PlotSettings",
+        "sb3_per.compare.main:plot",
+        "sb3_per.compare.settings:PlotSettings",
         "experiments",
     ),
     "blind-cliffwalk": Command(
         "count the updates that Q-learning needs, by the way it replays its memory",
-        "sb3_per.experiments.blind_cliffwalk:main",
-        "sb3_per.experiments.blind_cliffwalk:BlindCliffwalkSettings",
+        "studies.blind_cliffwalk:main",
+        "studies.blind_cliffwalk:BlindCliffwalkSettings",
         "experiments",
     ),
     "evidence": Command(
         "make the runs behind docs/results.md: when prioritized replay helps",
-        "sb3_per.experiments.evidence:main",
-        "sb3_per.experiments.evidence:EvidenceSettings",
+        "studies.evidence:main",
+        "studies.evidence:EvidenceSettings",
         "experiments",
     ),
     "zoo": Command(

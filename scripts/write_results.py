@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from sb3_per.experiments.agents import parse_agents
-from sb3_per.experiments.evidence import STUDIES, base_of
-from sb3_per.experiments.evidence_report import write_report
+from sb3_per.compare.agents import parse_agents
+from studies.evidence import STUDIES, base_of
+from studies.report import write_report
 
 PAGE = Path(__file__).parents[1] / "docs" / "results.md"
 

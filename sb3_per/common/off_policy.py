@@ -15,18 +15,19 @@ from stable_baselines3.common.save_util import recursive_getattr
 from stable_baselines3.common.type_aliases import Schedule, TensorDict
 from stable_baselines3.her.her_replay_buffer import HerReplayBuffer
 
-from sb3_per.common.batch_kernels import LOSS_CODES, batch_means
-from sb3_per.common.buffers import (
+from sb3_per.buffers.dictionary import PrioritizedDictReplayBuffer
+from sb3_per.buffers.her import PrioritizedHerReplayBuffer
+from sb3_per.buffers.kernels import LOSS_CODES, batch_means
+from sb3_per.buffers.replay import (
     CHOICES,
     InitialPriority,
     Prioritization,
-    PrioritizedDictReplayBuffer,
-    PrioritizedHerReplayBuffer,
     PrioritizedReplayBuffer,
     WeightNormalization,
     check_choice,
     check_number,
 )
+from sb3_per.buffers.samples import PrioritizedReplayBufferSamples
 from sb3_per.common.losses import Loss, check_loss
 from sb3_per.common.training import (
     PolicyStructure,
@@ -36,7 +37,6 @@ from sb3_per.common.training import (
     in_rows,
     without_fusing,
 )
-from sb3_per.common.type_aliases import PrioritizedReplayBufferSamples
 
 __all__ = ["PrioritizedOffPolicyAlgorithm"]
 

@@ -8,10 +8,10 @@ from stable_baselines3.common.type_aliases import GymEnv, MaybeCallback, Schedul
 from stable_baselines3.dqn.dqn import DQN
 from stable_baselines3.dqn.policies import DQNPolicy
 
-from sb3_per.common.buffers import InitialPriority, Prioritization, WeightNormalization
+from sb3_per.buffers.replay import InitialPriority, Prioritization, WeightNormalization
+from sb3_per.buffers.samples import PrioritizedReplayBufferSamples
 from sb3_per.common.losses import DERIVATIVES, Loss
 from sb3_per.common.off_policy import PrioritizedOffPolicyAlgorithm
-from sb3_per.common.type_aliases import PrioritizedReplayBufferSamples
 
 __all__ = ["PERDQN"]
 

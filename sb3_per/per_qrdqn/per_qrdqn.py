@@ -8,10 +8,10 @@ from sb3_contrib.qrdqn.qrdqn import QRDQN
 from stable_baselines3.common.buffers import ReplayBuffer
 from stable_baselines3.common.type_aliases import GymEnv, MaybeCallback, Schedule
 
-from sb3_per.common.buffers import InitialPriority, Prioritization, WeightNormalization
+from sb3_per.buffers.replay import InitialPriority, Prioritization, WeightNormalization
+from sb3_per.buffers.samples import PrioritizedReplayBufferSamples
 from sb3_per.common.losses import quantile_huber_loss
 from sb3_per.common.off_policy import PrioritizedOffPolicyAlgorithm
-from sb3_per.common.type_aliases import PrioritizedReplayBufferSamples
 
 __all__ = ["PERQRDQN"]
 

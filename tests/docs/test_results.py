@@ -7,9 +7,9 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from sb3_per.experiments.agents import parse_agents
-from sb3_per.experiments.evidence import STUDIES, base_of
-from sb3_per.experiments.evidence_report import write_report
+from sb3_per.compare.agents import parse_agents
+from studies.evidence import STUDIES, base_of
+from studies.report import write_report
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "results.md").read_text(encoding="utf-8")

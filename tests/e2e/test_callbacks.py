@@ -25,7 +25,7 @@ from stable_baselines3.common.logger import Logger, configure
 from stable_baselines3.common.save_util import load_from_pkl
 
 from sb3_per import PERDQN, PrioritizedReplayBuffer
-from sb3_per.common.callbacks import PERLoggerCallback, ReplaySnapshotCallback
+from sb3_per.callbacks.statistics import PERLoggerCallback, ReplaySnapshotCallback
 
 SMALL: dict[str, Any] = {
     "buffer_size": 200,

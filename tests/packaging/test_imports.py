@@ -8,34 +8,19 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-import pytest
-
-# Lowest first. A part may import the parts before it and itself, never one after it.
-# ``sb3_per`` stands for the package's ``__init__`` alone, any other name for a module or a
-# package with all that it contains.
+# Lowest first. A part may import the parts before it and itself, never one beside or after it.
+# ``sb3_per`` stands for the package's ``__init__`` alone, any other name for a package with all
+# that it contains.
 LAYERS = (
-    (
-        "sb3_per.common.importance",
-        "sb3_per.common.losses",
-        "sb3_per.common.training",
-        "sb3_per.common.type_aliases",
-    ),
-    ("sb3_per.common.kernels",),
-    ("sb3_per.common.batch_kernels", "sb3_per.common.rank_kernels", "sb3_per.common.sum_tree"),
-    ("sb3_per.common.rank_tree",),
-    ("sb3_per.common.buffers",),
-    ("sb3_per.common.off_policy",),
-    ("sb3_per.per_dqn", "sb3_per.per_qrdqn"),
-    ("sb3_per.common.callbacks",),
+    ("sb3_per.trees",),
+    ("sb3_per.buffers",),
+    ("sb3_per.common",),
+    ("sb3_per.callbacks", "sb3_per.per_dqn", "sb3_per.per_qrdqn"),
     ("sb3_per",),
-    ("sb3_per.experiments", "sb3_per.zoo"),
+    ("sb3_per.compare", "sb3_per.zoo"),
     ("sb3_per.cli", "sb3_per.__main__"),
 )
 RANKS = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
-# Contains no code, so that importing one module of it imports no other.
-NAMESPACES = {"sb3_per.common"}
-# Independent of all else in the library, each other included.
-LEAVES = set(LAYERS[0])
 
 CORE = {"gymnasium", "numba", "numpy", "sb3_per", "sb3_per_envs", "stable_baselines3", "torch"}
 EXPERIMENTS = {
@@ -53,19 +38,17 @@ EXPERIMENTS = {
     "tyro",
     "yaml",
 }
-# What each part may import beside the standard library.
+ARRAYS = {"numba", "numpy", "sb3_per"}
+# What each part may import beside the standard library; a longer name goes before a shorter one.
 ALLOWED = dict.fromkeys(RANKS, CORE) | {
     "sb3_per": CORE | {"sb3_contrib"},
     "sb3_per.__main__": CORE | {"sb3_contrib"} | EXPERIMENTS,
+    "sb3_per.buffers.importance": {"numpy"},
+    "sb3_per.buffers.kernels": ARRAYS,
     "sb3_per.cli": CORE | {"sb3_contrib"} | EXPERIMENTS,
-    "sb3_per.common.importance": {"numpy", "sb3_per"},
-    "sb3_per.common.batch_kernels": {"numba", "numpy", "sb3_per"},
-    "sb3_per.common.kernels": {"numba", "numpy", "sb3_per"},
-    "sb3_per.common.rank_kernels": {"numba", "numpy", "sb3_per"},
-    "sb3_per.common.rank_tree": {"numba", "numpy", "sb3_per"},
-    "sb3_per.common.sum_tree": {"numba", "numpy", "sb3_per"},
-    "sb3_per.experiments": CORE | {"sb3_contrib"} | EXPERIMENTS,
+    "sb3_per.compare": CORE | {"sb3_contrib"} | EXPERIMENTS,
     "sb3_per.per_qrdqn": CORE | {"sb3_contrib"},
+    "sb3_per.trees": ARRAYS,
     "sb3_per.zoo": CORE | {"optuna", "rl_zoo3", "sb3_contrib", "yaml"},
     "sb3_per_envs": {"gymnasium", "numpy", "sb3_per_envs"},
 }
@@ -118,13 +101,13 @@ def imports_in(module: str, path: Path, known: set[str]) -> Iterator[Import]:
             yield Import(module, target, f"{path.name}:{node.lineno}")
 
 
-def part_of(module: str) -> str:
-    """The entry of ``ALLOWED`` that a module belongs to."""
+def place_in(table: dict[str, object], module: str) -> str:
+    """The longest name in a table that the module belongs to."""
     if module == "sb3_per":
         return module
-    found = [part for part in ALLOWED if part != "sb3_per" and f"{module}.".startswith(f"{part}.")]
-    assert len(found) == 1, f"{module} has no place in this file's tables"
-    return found[0]
+    found = [part for part in table if part != "sb3_per" and f"{module}.".startswith(f"{part}.")]
+    assert found, f"{module} has no place in this file's tables"
+    return max(found, key=len)
 
 
 FILES = source_files("sb3_per") | source_files("sb3_per_envs")
@@ -134,36 +117,21 @@ IMPORTS = [
 
 
 def test_every_module_has_its_place() -> None:
-    for module in set(FILES) - NAMESPACES:
-        part_of(module)
-
-
-@pytest.mark.parametrize("module", sorted(NAMESPACES & set(FILES)))
-def test_namespace_has_no_code(module: str) -> None:
-    statements = ast.parse(FILES[module].read_text(encoding="utf-8")).body
-    assert all(
-        isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
-        for statement in statements
-    )
+    for module in FILES:
+        assert place_in(dict(ALLOWED), module)
 
 
 def test_imports_point_one_way() -> None:
     wrong = []
     for importer, imported, where in IMPORTS:
-        if importer in NAMESPACES or imported.split(".")[0] != "sb3_per":
+        if imported.split(".")[0] != "sb3_per":
             continue
-        source, target = part_of(importer), part_of(imported)
-        if source == "sb3_per_envs" or (target != source and RANKS[target] >= RANKS[source]):
+        if importer.split(".")[0] == "sb3_per_envs":
             wrong.append(f"{where}: {importer} imports {imported}")
-    assert not wrong
-
-
-def test_leaves_import_nothing_of_the_library() -> None:
-    wrong = [
-        found
-        for found in IMPORTS
-        if found.importer in LEAVES and found.imported.split(".")[0] == "sb3_per"
-    ]
+            continue
+        source, target = place_in(dict(RANKS), importer), place_in(dict(RANKS), imported)
+        if target != source and RANKS[target] >= RANKS[source]:
+            wrong.append(f"{where}: {importer} imports {imported}")
     assert not wrong
 
 
@@ -171,10 +139,23 @@ def test_each_part_imports_only_what_it_may() -> None:
     wrong = []
     for importer, imported, where in IMPORTS:
         top = imported.split(".")[0]
-        if importer in NAMESPACES or top in sys.stdlib_module_names:
+        if top in sys.stdlib_module_names:
             continue
-        if top not in ALLOWED[part_of(importer)]:
+        if top not in ALLOWED[place_in(dict(ALLOWED), importer)]:
             wrong.append(f"{where}: {importer} imports {imported}")
+    assert not wrong
+
+
+def test_no_file_reads_private_names_of_another() -> None:
+    """Inherited names aside: those come through ``self``, not through an import."""
+    wrong = [
+        f"{path.name}:{node.lineno}: {alias.name} of {node.module}"
+        for path in FILES.values()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("sb3_per")
+        for alias in node.names
+        if alias.name.startswith("_") and not alias.name.startswith("__")
+    ]
     assert not wrong
 
 

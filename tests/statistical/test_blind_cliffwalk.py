@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sb3_per.experiments.blind_cliffwalk import INDEPENDENT, Run, learn
+from studies.blind_cliffwalk import INDEPENDENT, Run, learn
 
 pytestmark = pytest.mark.slow
 

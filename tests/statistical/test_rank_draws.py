@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pytest
 from scipy.stats import chi2, chisquare
 
-from sb3_per.common.rank_tree import RankTree
+from sb3_per.trees.rank_tree import RankTree
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]

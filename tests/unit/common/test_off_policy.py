@@ -1084,7 +1084,7 @@ def test_plain_dqn_on_a_prioritized_buffer_gets_one_warning_that_names_perdqn() 
 
 def test_perdqn_gets_no_such_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     # The first draw comes before the first update: it takes a second one to tell
-    monkeypatch.setattr("sb3_per.common.buffers.DRAWS_BEFORE_WARNING", 2)
+    monkeypatch.setattr("sb3_per.buffers.replay.DRAWS_BEFORE_WARNING", 2)
     model = make_model(replay_buffer_class=PrioritizedReplayBuffer).learn(10)
     assert model._n_updates == 10
     plain = DQN("MlpPolicy", TenStepEnv(), replay_buffer_class=PrioritizedReplayBuffer, **SMALL)

@@ -1,0 +1,93 @@
+"""Replay buffer for ``Dict`` observations that draws transitions by priority."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch as th
+from gymnasium import spaces
+from stable_baselines3.common.buffers import DictReplayBuffer
+from stable_baselines3.common.vec_env import VecNormalize
+
+from sb3_per.buffers.replay import PrioritizedReplayBuffer
+from sb3_per.buffers.samples import PrioritizedDictReplayBufferSamples
+
+__all__ = ["PrioritizedDictReplayBuffer"]
+
+Array = npt.NDArray[Any]
+IntArray = npt.NDArray[np.int64]
+
+
+class PrioritizedDictReplayBuffer(PrioritizedReplayBuffer, DictReplayBuffer):  # type: ignore[misc]
+    """
+    Prioritized replay buffer for ``Dict`` observations; all else is as in
+    :class:`PrioritizedReplayBuffer`, n-step returns included, which SB3 does not have here.
+
+    :param buffer_size: maximum number of transitions, over all environments
+    :param observation_space: ``Dict`` of any other spaces
+    :param action_space: action space
+    :param device: PyTorch device of the batches
+    :param n_envs: number of environments that add transitions side by side
+    :param optimize_memory_usage: refused, as in SB3's ``DictReplayBuffer``
+    :param handle_timeout_termination: bootstrap where an episode ran out of time
+    :param alpha: how much priorities count, at least 0
+    :param beta: strength of the importance-sampling correction, in ``[0, 1]``
+    :param beta_increment: what ``anneal_beta`` adds to ``beta``, at least 0
+    :param eps: added to every absolute TD error, at least 0
+    :param n_steps: length of the n-step returns, at least 1
+    :param gamma: discount factor for n-step returns, in ``[0, 1]``
+    :param weight_normalization: ``"batch"`` or ``"buffer"``
+    :param prioritization: ``"proportional"`` or ``"rank"``
+    :raises ValueError: if an option is out of its range
+    """
+
+    observations: dict[str, Array]
+    next_observations: dict[str, Array]
+    _batch_type = PrioritizedDictReplayBufferSamples
+
+    @classmethod
+    def _check_observation_space(cls, observation_space: spaces.Space[Any]) -> None:
+        if not isinstance(observation_space, spaces.Dict):
+            raise ValueError(
+                f"{cls.__name__} stores Dict observations, got the observation space "
+                f"{observation_space}; use PrioritizedReplayBuffer"
+            )
+
+    def _init_storage(self, **arguments: Any) -> None:
+        if arguments["optimize_memory_usage"]:
+            raise ValueError(
+                "`optimize_memory_usage=True` is not supported with Dict observations, got the "
+                f"observation space {arguments['observation_space']}"
+            )
+        super()._init_storage(**arguments)
+
+    def add(  # type: ignore[override]
+        self,
+        obs: dict[str, Array],
+        next_obs: dict[str, Array],
+        action: Array,
+        reward: Array,
+        done: Array,
+        infos: list[dict[str, Any]],
+    ) -> None:
+        """
+        Store one transition of each environment, at the largest priority there is.
+
+        :param obs: arrays of shape ``(n_envs, *observation)``, one for each key
+        :param next_obs: the observation after the step (of the same episode), same shapes
+        :param action: shape ``(n_envs, *action)``
+        :param reward: shape ``(n_envs,)``
+        :param done: whether the episode ended, shape ``(n_envs,)``
+        :param infos: one dict for each environment; ``"TimeLimit.truncated"`` is read
+        """
+        # Copies, because SB3 puts reshaped arrays into the dict that it is given
+        super().add(dict(obs), dict(next_obs), action, reward, done, infos)  # type: ignore[arg-type]
+
+    def _observations_at(
+        self, storage: dict[str, Array], indices: IntArray, env: VecNormalize | None
+    ) -> dict[str, th.Tensor]:
+        observations = {
+            key: self._flat(array).take(indices, axis=0) for key, array in storage.items()
+        }
+        normalized = self._normalize_obs(observations, env)
+        return {key: self._to_tensor(array) for key, array in normalized.items()}  # type: ignore[union-attr]

@@ -1,0 +1,212 @@
+"""Hindsight experience replay that draws transitions by priority."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch as th
+from gymnasium import spaces
+from stable_baselines3.common.buffers import ReplayBuffer
+from stable_baselines3.common.vec_env import VecEnv, VecNormalize
+from stable_baselines3.her.goal_selection_strategy import (
+    KEY_TO_GOAL_STRATEGY,
+    GoalSelectionStrategy,
+)
+from stable_baselines3.her.her_replay_buffer import HerReplayBuffer
+
+from sb3_per.buffers.dictionary import PrioritizedDictReplayBuffer
+from sb3_per.buffers.replay import SelfBuffer, check_size
+
+__all__ = ["PrioritizedHerReplayBuffer"]
+
+Array = npt.NDArray[Any]
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+
+
+class PrioritizedHerReplayBuffer(PrioritizedDictReplayBuffer, HerReplayBuffer):  # type: ignore[misc]
+    """
+    Hindsight experience replay (Andrychowicz et al. 2017) with draws by priority.
+
+    As in SB3's ``HerReplayBuffer``, the share ``n_sampled_goal / (n_sampled_goal + 1)`` of a batch
+    is relabelled: it gets a goal that was achieved in the same episode, and the reward for it.
+    Which transitions of the drawn ones are relabelled is chosen at random in each batch.
+
+    A transition has one priority, that of its latest TD error, whichever goal it was replayed
+    with. The importance-sampling weight corrects for how often a transition is drawn; the goals
+    are drawn uniformly, so that they need no correction.
+
+    Transitions of an episode that still runs have zero mass, since their goals are not known yet;
+    when it ends, all of them enter with the largest priority there is. When the first row of an
+    episode is overwritten, the rest of it loses its mass, as SB3 no longer draws it either.
+
+    :param buffer_size: maximum number of transitions, over all environments
+    :param observation_space: ``Dict`` with ``observation``, ``achieved_goal``, ``desired_goal``
+    :param action_space: action space
+    :param env: the training environment, whose ``compute_reward`` is called
+    :param device: PyTorch device of the batches
+    :param n_envs: number of environments that add transitions side by side
+    :param optimize_memory_usage: refused, as in SB3
+    :param handle_timeout_termination: bootstrap where an episode ran out of time
+    :param n_sampled_goal: relabelled transitions for each real one
+    :param goal_selection_strategy: ``"future"``, ``"final"`` or ``"episode"``
+    :param copy_info_dict: hand the stored infos to ``compute_reward``
+    :param options: the keyword-only options of :class:`PrioritizedReplayBuffer`; ``n_steps`` must
+        be 1, because the rewards of the steps in between would belong to another goal
+    :raises ValueError: if an option is out of its range
+    """
+
+    def __init__(
+        self,
+        buffer_size: int,
+        observation_space: spaces.Space[Any],
+        action_space: spaces.Space[Any],
+        env: VecEnv,
+        device: th.device | str = "auto",
+        n_envs: int = 1,
+        optimize_memory_usage: bool = False,
+        handle_timeout_termination: bool = True,
+        n_sampled_goal: int = 4,
+        goal_selection_strategy: GoalSelectionStrategy | str = "future",
+        copy_info_dict: bool = False,
+        **options: Any,
+    ) -> None:
+        if not (isinstance(n_sampled_goal, int | float | np.number) and n_sampled_goal >= 0):
+            raise ValueError(f"`n_sampled_goal` must be at least 0, got {n_sampled_goal!r}")
+        if isinstance(goal_selection_strategy, str):
+            strategy = KEY_TO_GOAL_STRATEGY.get(goal_selection_strategy.lower())
+        else:
+            strategy = goal_selection_strategy
+        if not isinstance(strategy, GoalSelectionStrategy):
+            raise ValueError(
+                f"`goal_selection_strategy` must be one of {sorted(KEY_TO_GOAL_STRATEGY)}, got "
+                f"{goal_selection_strategy!r}"
+            )
+        self._her_arguments = {
+            "env": env,
+            "n_sampled_goal": n_sampled_goal,
+            "goal_selection_strategy": strategy,
+            "copy_info_dict": copy_info_dict,
+        }
+        self._entry_priority = 1.0
+        super().__init__(
+            buffer_size,
+            observation_space,
+            action_space,
+            device,
+            n_envs,
+            optimize_memory_usage,
+            handle_timeout_termination,
+            **options,
+        )
+
+    @property
+    def n_steps(self) -> int:
+        """Length of the returns: 1, because rewards in between would belong to another goal."""
+        return self._n_steps
+
+    @n_steps.setter
+    def n_steps(self, value: int) -> None:
+        if check_size("n_steps", value) != 1:
+            raise ValueError(
+                f"`n_steps={value}` is not supported with hindsight experience replay: the "
+                "rewards in between belong to another goal than the relabelled one"
+            )
+        self._n_steps = 1
+
+    def _init_storage(self, **arguments: Any) -> None:
+        super()._init_storage(**arguments, **self.__dict__.pop("_her_arguments"))
+
+    @classmethod
+    def _blank(cls: type[SelfBuffer], buffer: ReplayBuffer, **options: Any) -> SelfBuffer:
+        assert isinstance(buffer, HerReplayBuffer)
+        options["env"] = buffer.env
+        return cls(1, buffer.observation_space, buffer.action_space, device="cpu", **options)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        # As in SB3: environments can't be pickled in general
+        del state["env"]
+        return state
+
+    def reset(self) -> None:
+        """Forget all transitions, their priorities and their episodes."""
+        super().reset()
+        self.ep_start[:] = 0
+        self.ep_length[:] = 0
+        self._current_ep_start[:] = 0
+
+    def add(  # type: ignore[override]
+        self,
+        obs: dict[str, Array],
+        next_obs: dict[str, Array],
+        action: Array,
+        reward: Array,
+        done: Array,
+        infos: list[dict[str, Any]],
+    ) -> None:
+        """
+        Store one transition of each environment; it can be drawn once its episode is over.
+
+        :param obs: arrays of shape ``(n_envs, *observation)``, one for each key
+        :param next_obs: the observation after the step (of the same episode), same shapes
+        :param action: shape ``(n_envs, *action)``
+        :param reward: shape ``(n_envs,)``
+        :param done: whether the episode ended, shape ``(n_envs,)``
+        :param infos: one dict for each environment; ``"TimeLimit.truncated"`` is read
+        """
+        self._entry_priority = self.tree.max_priority or 1.0
+        broken = np.flatnonzero(self.ep_length[self.pos] > 0)
+        for env in broken:
+            # SB3 forgets the whole rest of an episode whose next row gets overwritten
+            end = self.ep_start[self.pos, env] + self.ep_length[self.pos, env]
+            rest = np.arange(self.pos, end if end > self.pos else end + self.buffer_size)
+            self.tree.update(rest % self.buffer_size * self.n_envs + env, 0.0)
+        super().add(obs, next_obs, action, reward, done, infos)
+
+    def _admit(self, start: int, priority: float) -> None:
+        # The end of an episode came first: it let in all rows of the episode, this one included
+        row = start // self.n_envs
+        for env in np.flatnonzero(self.ep_length[row] == 0):
+            self.tree.update(start + env, 0.0)
+
+    def _compute_episode_length(self, env_idx: int) -> None:
+        first = self._current_ep_start[env_idx]
+        super()._compute_episode_length(env_idx)
+        rows = (first + np.arange(self.ep_length[first, env_idx])) % self.buffer_size
+        self.tree.update(rows * self.n_envs + env_idx, self._entry_priority)
+
+    def truncate_last_trajectory(self) -> None:
+        """Take the episodes that still run as over, so that they can be drawn."""
+        self._entry_priority = self.tree.max_priority or 1.0
+        super().truncate_last_trajectory()
+
+    def _is_drawable(self, indices: IntArray) -> npt.NDArray[np.bool_]:
+        drawable: npt.NDArray[np.bool_] = self._flat(self.ep_length)[indices] > 0
+        return drawable
+
+    def _why_nothing_can_be_drawn(self) -> str:
+        if self.n_transitions and not (self.ep_length > 0).any():
+            return (
+                f"none of the {self.n_transitions} stored transitions belongs to an episode that "
+                "is over: hindsight needs whole episodes. Choose `learning_starts`, and "
+                f"`buffer_size` (now {self.buffer_size} rows), larger than the longest episode."
+            )
+        return super()._why_nothing_can_be_drawn()
+
+    def _make_batch(self, indices: IntArray, masses: FloatArray, env: VecNormalize | None) -> Any:
+        batch = super()._make_batch(indices, masses, env)
+        # At random, because a draw by priority comes in the order of the rows
+        n_relabelled = int(self.her_ratio * len(indices))
+        chosen = np.random.permutation(len(indices))[:n_relabelled]
+        if n_relabelled:
+            rows, envs = np.divmod(indices[chosen], self.n_envs)
+            relabelled = self._get_virtual_samples(rows, envs, env)
+            for ours, new in (
+                (batch.observations, relabelled.observations),
+                (batch.next_observations, relabelled.next_observations),
+            ):
+                for key in ours:
+                    ours[key][chosen] = new[key]
+            batch.rewards[chosen] = relabelled.rewards
+        return batch

@@ -1,0 +1,765 @@
+"""Replay buffer that draws transitions by priority."""
+
+import math
+import warnings
+from typing import Any, Literal, TypeVar, get_args
+
+import numpy as np
+import numpy.typing as npt
+import torch as th
+from gymnasium import spaces
+from stable_baselines3.common.buffers import NStepReplayBuffer, ReplayBuffer
+from stable_baselines3.common.vec_env import VecNormalize
+from stable_baselines3.her.her_replay_buffer import HerReplayBuffer
+
+from sb3_per.buffers.kernels import gather, look_ahead, priorities_of, weights_of
+from sb3_per.buffers.samples import PrioritizedReplayBufferSamples
+from sb3_per.trees.rank_tree import RankTree
+from sb3_per.trees.sum_tree import SumTree, as_floats, as_indices
+
+__all__ = [
+    "InitialPriority",
+    "Prioritization",
+    "PrioritizedReplayBuffer",
+    "WeightNormalization",
+    "check_choice",
+    "check_number",
+    "check_size",
+]
+
+#: How priorities become probabilities: in proportion, or by their ranks alone
+Prioritization = Literal["proportional", "rank"]
+
+#: What the importance-sampling weights are divided by: the largest one of the batch, or the
+#: largest one that any stored transition would have
+WeightNormalization = Literal["batch", "buffer"]
+
+#: Priority of new transitions: the largest that is stored, or that of their own TD error
+InitialPriority = Literal["max", "td_error"]
+
+#: What options that are words can be
+CHOICES: dict[str, tuple[str, ...]] = {
+    "weight_normalization": get_args(WeightNormalization),
+    "prioritization": get_args(Prioritization),
+}
+
+#: Draws without a single update after which a user is told that priorities never change
+DRAWS_BEFORE_WARNING = 1000
+
+SelfBuffer = TypeVar("SelfBuffer", bound="PrioritizedReplayBuffer")
+Array = npt.NDArray[Any]
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+
+
+def check_number(name: str, value: Any, low: float = 0.0, high: float = math.inf) -> float:
+    """
+    :param name: of the option, for the message
+    :param value: what the user gave
+    :param low: smallest value allowed
+    :param high: largest value allowed; infinity itself never is
+    :return: the value as a plain float
+    :raises ValueError: if it is no finite number from ``low`` to ``high``
+    """
+    try:
+        # Text would pass `float`, too
+        number = math.nan if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not (math.isfinite(number) and low <= number <= high):
+        allowed = f"in [{low:g}, {high:g}]" if math.isfinite(high) else f"of at least {low:g}"
+        raise ValueError(f"`{name}` must be a finite number {allowed}, got {value!r}")
+    return number
+
+
+def check_size(name: str, value: Any) -> int:
+    """
+    :param name: of the option, for the message
+    :param value: what the user gave
+    :return: the value as a plain int
+    :raises ValueError: if it is no integer of at least 1
+    """
+    if not isinstance(value, int | np.integer) or value < 1:
+        raise ValueError(f"`{name}` must be an integer of at least 1, got {value!r}")
+    return int(value)
+
+
+def check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    """
+    :param name: of the option, for the message
+    :param value: what the user gave
+    :param allowed: what there is
+    :raises ValueError: if it is none of these
+    """
+    if value not in allowed:
+        raise ValueError(f"`{name}` must be one of {list(allowed)}, got {value!r}")
+
+
+class PrioritizedReplayBuffer(NStepReplayBuffer):
+    """
+    Replay buffer that draws a transition ``i`` with probability
+    ``P(i) = priority_i / sum(priorities)``, where ``priority_i = (|td_error_i| + eps) ** alpha``
+    (Schaul et al. 2016, section 3.3, proportional variant). With ``prioritization="rank"``,
+    ``P(i)`` is in proportion to ``(1 / rank_i) ** alpha`` instead, where rank 1 has the largest
+    ``|td_error| + eps`` (the same section's rank-based variant).
+
+    It stores what SB3's ``ReplayBuffer`` stores, in the same arrays, and a batch holds the same
+    numbers, bit for bit, as SB3's ``ReplayBuffer`` (or ``NStepReplayBuffer``, when ``n_steps`` is
+    above 1) gives for the same transitions. Only the choice of the transitions differs, over all
+    environments at once: transition ``row * n_envs + env`` is leaf ``row * n_envs + env`` of
+    :attr:`tree`.
+
+    A new transition gets the largest priority of all that are stored at that moment (1 when none
+    has any), so that each is likely to be replayed soon. After replaying a batch, give its TD
+    errors to :meth:`update_priorities`; :class:`~sb3_per.PERDQN` does so by itself.
+
+    Draws come from the global state of ``np.random``, as in SB3's buffers.
+
+    :param buffer_size: maximum number of transitions, over all environments
+    :param observation_space: observation space; for ``Dict`` there is
+        :class:`PrioritizedDictReplayBuffer`
+    :param action_space: action space
+    :param device: PyTorch device of the batches
+    :param n_envs: number of environments that add transitions side by side
+    :param optimize_memory_usage: store each observation once instead of twice; needs
+        ``handle_timeout_termination=False``, as in SB3. The oldest row has then no next
+        observation and can't be drawn.
+    :param handle_timeout_termination: bootstrap where an episode ran out of time
+    :param alpha: how much priorities count: 0 draws uniformly, 1 in proportion to the errors; at
+        least 0. A change applies to later updates, stored priorities stay.
+    :param beta: strength of the importance-sampling correction, in ``[0, 1]``
+    :param beta_increment: what :meth:`anneal_beta` adds to ``beta``; at least 0. For hand-written
+        loops: algorithms of this package set ``beta`` themselves.
+    :param eps: added to every absolute TD error, so that no transition is lost for good; at least
+        0. With 0, a transition whose error is 0 is never drawn again.
+    :param n_steps: length of the n-step returns, at least 1
+    :param gamma: discount factor for n-step returns, in ``[0, 1]``; has no effect with
+        ``n_steps=1``
+    :param weight_normalization: divide weights by the largest one of the ``"batch"`` or of the
+        whole ``"buffer"``
+    :param prioritization: ``"proportional"``, or ``"rank"``, for which the paper has
+        ``alpha=0.7``. :attr:`priorities` are then ``|td_error| + eps``, ranks are exact at any
+        time, and a change of ``alpha`` applies to all stored transitions.
+    :raises ValueError: if an option is out of its range
+    """
+
+    _batch_type: type[Any] = PrioritizedReplayBufferSamples
+
+    def __init__(
+        self,
+        buffer_size: int,
+        observation_space: spaces.Space[Any],
+        action_space: spaces.Space[Any],
+        device: th.device | str = "auto",
+        n_envs: int = 1,
+        optimize_memory_usage: bool = False,
+        handle_timeout_termination: bool = True,
+        *,
+        alpha: float = 0.6,
+        beta: float = 0.4,
+        beta_increment: float = 0.0,
+        eps: float = 1e-6,
+        n_steps: int = 1,
+        gamma: float = 0.99,
+        weight_normalization: WeightNormalization = "batch",
+        prioritization: Prioritization = "proportional",
+    ) -> None:
+        # First of all, so that a wrong option is found before gigabytes are asked for
+        self.alpha = alpha
+        self.beta = beta
+        self.beta_increment = beta_increment
+        self.eps = eps
+        self.n_steps = n_steps
+        self.gamma = gamma
+        self.weight_normalization = weight_normalization
+        self.prioritization = prioritization
+        buffer_size = check_size("buffer_size", buffer_size)
+        n_envs = check_size("n_envs", n_envs)
+        self._check_observation_space(observation_space)
+        self._init_storage(
+            buffer_size=buffer_size,
+            observation_space=observation_space,
+            action_space=action_space,
+            device=device,
+            n_envs=n_envs,
+            optimize_memory_usage=optimize_memory_usage,
+            handle_timeout_termination=handle_timeout_termination,
+        )
+        # How many rows were ever added: by it, errors that come late are told from timely ones
+        self._n_adds = 0
+        # And how many when `forget_new` was last called
+        self._n_known = 0
+        self._last_draw: tuple[IntArray | None, int] = (None, 0)
+        # Counted only until the first update
+        self._n_draws_unanswered = 0
+        self._was_updated = False
+        self._start_tree()
+
+    def _init_storage(self, **arguments: Any) -> None:
+        """
+        Let SB3 make its arrays.
+
+        :param arguments: of SB3's buffer
+        """
+        # Past NStepReplayBuffer, whose only other act is to refuse `optimize_memory_usage`
+        super(NStepReplayBuffer, self).__init__(**arguments)
+
+    @classmethod
+    def _check_observation_space(cls, observation_space: spaces.Space[Any]) -> None:
+        if isinstance(observation_space, spaces.Dict):
+            raise ValueError(
+                f"{cls.__name__} can't store Dict observations, got the observation space "
+                f"{observation_space}; use PrioritizedDictReplayBuffer"
+            )
+
+    def _start_tree(self) -> None:
+        capacity = self.buffer_size * self.n_envs
+        self.tree: SumTree | RankTree
+        if self._prioritization == "rank":
+            self.tree = RankTree(capacity, self.alpha)
+        else:
+            self.tree = SumTree(capacity)
+
+    # Options are checked wherever a value comes in, an assignment included.
+
+    @property
+    def alpha(self) -> float:
+        """How much priorities count, at least 0."""
+        return self._alpha
+
+    @alpha.setter
+    def alpha(self, value: float) -> None:
+        self._alpha = check_number("alpha", value)
+        tree = getattr(self, "tree", None)
+        if isinstance(tree, RankTree):
+            tree.alpha = self._alpha
+
+    @property
+    def beta(self) -> float:
+        """Strength of the importance-sampling correction, in ``[0, 1]``."""
+        return self._beta
+
+    @beta.setter
+    def beta(self, value: float) -> None:
+        self._beta = check_number("beta", value, high=1.0)
+
+    @property
+    def beta_increment(self) -> float:
+        """What :meth:`anneal_beta` adds to ``beta``, at least 0."""
+        return self._beta_increment
+
+    @beta_increment.setter
+    def beta_increment(self, value: float) -> None:
+        self._beta_increment = check_number("beta_increment", value)
+
+    @property
+    def eps(self) -> float:
+        """Added to every absolute TD error, at least 0."""
+        return self._eps
+
+    @eps.setter
+    def eps(self, value: float) -> None:
+        self._eps = check_number("eps", value)
+
+    @property
+    def gamma(self) -> float:
+        """Discount factor for n-step returns, in ``[0, 1]``."""
+        return self._gamma
+
+    @gamma.setter
+    def gamma(self, value: float) -> None:
+        self._gamma = check_number("gamma", value, high=1.0)
+
+    @property
+    def n_steps(self) -> int:
+        """Length of the n-step returns, at least 1."""
+        return self._n_steps
+
+    @n_steps.setter
+    def n_steps(self, value: int) -> None:
+        self._n_steps = check_size("n_steps", value)
+
+    @property
+    def weight_normalization(self) -> WeightNormalization:
+        """``"batch"`` or ``"buffer"``."""
+        return self._weight_normalization
+
+    @weight_normalization.setter
+    def weight_normalization(self, value: WeightNormalization) -> None:
+        check_choice("weight_normalization", value, CHOICES["weight_normalization"])
+        self._weight_normalization = value
+
+    @property
+    def prioritization(self) -> Prioritization:
+        """``"proportional"`` or ``"rank"``. After a change, stored priorities go on counting."""
+        return self._prioritization
+
+    @prioritization.setter
+    def prioritization(self, value: Prioritization) -> None:
+        check_choice("prioritization", value, CHOICES["prioritization"])
+        before = getattr(self, "_prioritization", value)
+        self._prioritization = value
+        if value == before:
+            return
+        # A sum-tree holds powers of the errors, a rank-tree the errors themselves
+        leaves = self.tree[:]
+        with_mass = np.flatnonzero(leaves)
+        exponent = self.alpha if value == "proportional" else 1.0 / (self.alpha or np.inf)
+        self._start_tree()
+        with np.errstate(over="ignore", under="ignore"):
+            converted = leaves[with_mass] ** exponent
+        # What has mass keeps it, also where the power is too small or too large for a float
+        smallest = np.finfo(np.float64).tiny
+        self.tree.update(with_mass, np.clip(converted, smallest, self.tree.priority_limit))
+
+    @property
+    def n_transitions(self) -> int:
+        """Number of stored transitions: rows times environments."""
+        return self.size() * self.n_envs
+
+    @property
+    def priorities(self) -> FloatArray:
+        """
+        Priorities of the stored transitions, a copy, shape ``(n_transitions,)``; zero for those
+        that can't be drawn.
+        """
+        leaves: FloatArray = self.tree[: self.n_transitions]
+        return leaves
+
+    @property
+    def probabilities(self) -> FloatArray:
+        """Probabilities of the stored transitions to be drawn, shape ``(n_transitions,)``."""
+        masses: FloatArray = self.tree.masses(slice(self.n_transitions))
+        return masses / self.tree.total if masses.any() else masses
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        # Known by identity alone, which no pickle keeps
+        state["_last_draw"] = (None, 0)
+        return state
+
+    def add(
+        self,
+        obs: Array,
+        next_obs: Array,
+        action: Array,
+        reward: Array,
+        done: Array,
+        infos: list[dict[str, Any]],
+    ) -> None:
+        """
+        Store one transition of each environment, at the largest priority there is.
+
+        :param obs: shape ``(n_envs, *observation)``
+        :param next_obs: the observation after the step (of the same episode), same shape
+        :param action: shape ``(n_envs, *action)``
+        :param reward: shape ``(n_envs,)``
+        :param done: whether the episode ended, shape ``(n_envs,)``
+        :param infos: one dict for each environment; ``"TimeLimit.truncated"`` is read
+        """
+        # Read both before SB3 moves on: the row being overwritten counts in the maximum.
+        start = self.pos * self.n_envs
+        priority = self.tree.max_priority or 1.0
+        super().add(obs, next_obs, action, reward, done, infos)
+        self._admit(start, priority)
+        self._n_adds += 1
+
+    def _admit(self, start: int, priority: float) -> None:
+        """
+        Give the row just added its place in the tree.
+
+        :param start: its first transition
+        :param priority: of new transitions
+        """
+        self.tree.fill(start, start + self.n_envs, priority)
+        if self.optimize_memory_usage:
+            # The next observation just went over the oldest row's own one
+            oldest = self.pos * self.n_envs
+            self.tree.fill(oldest, oldest + self.n_envs, 0.0)
+
+    def new_transitions(self) -> IntArray:
+        """
+        :return: transitions that were added since :meth:`forget_new` was last called, oldest
+            first, and can be drawn, shape ``(n,)``; none of those taken over from another buffer
+        """
+        n_rows = min(self._n_adds - self._n_known, self.size())
+        rows = (self.pos - n_rows + np.arange(n_rows)) % self.buffer_size
+        indices: IntArray = (rows[:, None] * self.n_envs + np.arange(self.n_envs)).ravel()
+        drawable = self._is_drawable(indices)
+        return indices if drawable is None else indices[drawable]
+
+    def forget_new(self) -> None:
+        """From now on, no transition that is stored counts as new."""
+        self._n_known = self._n_adds
+
+    def _is_drawable(self, indices: IntArray) -> npt.NDArray[np.bool_] | None:
+        """
+        :param indices: stored transitions, shape ``(n,)``
+        :return: which of them may have mass, shape ``(n,)``; None if all may
+        """
+        if self.optimize_memory_usage and self.full:
+            drawable: npt.NDArray[np.bool_] = indices // self.n_envs != self.pos
+            return drawable
+        return None
+
+    def reset(self) -> None:
+        """Forget all transitions and their priorities."""
+        super().reset()
+        self._start_tree()
+        # No row is any longer what it was when the latest batch was drawn
+        self._n_adds += self.buffer_size
+
+    def sample(  # type: ignore[override]
+        self, batch_size: int, env: VecNormalize | None = None
+    ) -> PrioritizedReplayBufferSamples:
+        """
+        Draw a batch by priority: one transition from each of ``batch_size`` equal masses.
+
+        :param batch_size: number of transitions, at least 1; one can come repeatedly
+        :param env: normalizes observations and rewards of the batch, if given
+        :return: the batch, with weights and with the indices for :meth:`update_priorities`
+        :raises ValueError: if nothing is stored or no stored transition can be drawn
+        """
+        if self.tree.total == 0.0:
+            raise ValueError(self._why_nothing_can_be_drawn())
+        indices, masses = self.tree.sample(batch_size)
+        self._last_draw = (indices, self._n_adds)
+        if not self._was_updated:
+            self._count_unanswered_draw()
+        return self._make_batch(indices, masses, env)
+
+    def _why_nothing_can_be_drawn(self) -> str:
+        if self.n_transitions == 0:
+            return "the replay buffer is empty: there is nothing to sample yet"
+        if self.optimize_memory_usage and self.buffer_size == 1:
+            return (
+                "no next observation is at hand: `optimize_memory_usage=True` keeps it in the next "
+                f"row, and there is just one row for {self.n_envs} environment(s); `buffer_size` "
+                f"must be at least {2 * self.n_envs}"
+            )
+        return (
+            f"all {self.n_transitions} stored transitions have a priority of zero, which leaves "
+            f"nothing to sample: `eps` is {self.eps}, set it above 0 so that a transition with a "
+            "TD error of 0 can still be drawn"
+        )
+
+    def _count_unanswered_draw(self) -> None:
+        self._n_draws_unanswered += 1
+        if self._n_draws_unanswered == DRAWS_BEFORE_WARNING and self.alpha > 0.0:
+            warnings.warn(
+                f"{DRAWS_BEFORE_WARNING} batches were sampled from a {type(self).__name__} and "
+                "`update_priorities` was never called: transitions are drawn by priorities that "
+                "don't follow the TD errors. Plain DQN does not feed them back; use "
+                "`sb3_per.PERDQN`, or call `update_priorities(batch.indices, td_errors)` after "
+                "each batch.",
+                UserWarning,
+                stacklevel=3,
+            )
+
+    def _get_samples(  # type: ignore[override]
+        self, batch_inds: Array, env: VecNormalize | None = None
+    ) -> PrioritizedReplayBufferSamples:
+        """
+        The batch for given rows, each of a random environment: what SB3 calls inside ``sample``.
+
+        :param batch_inds: rows, shape ``(batch,)``
+        :param env: normalizes observations and rewards of the batch, if given
+        :return: the batch
+        """
+        envs = np.random.randint(0, high=self.n_envs, size=len(batch_inds))
+        indices = np.asarray(batch_inds, dtype=np.int64) * self.n_envs + envs
+        masses = self.tree.masses(indices)
+        # Whoever names rows may name some that could not have been drawn: they count as likely ones
+        likely = masses.max(initial=0.0) or 1.0
+        return self._make_batch(indices, np.where(masses > 0.0, masses, likely), env)
+
+    def batch_of(
+        self, indices: IntArray, env: VecNormalize | None = None
+    ) -> PrioritizedReplayBufferSamples:
+        """
+        The batch for given transitions, without a draw.
+
+        :param indices: stored transitions that can be drawn, int64, shape ``(batch,)``
+        :param env: normalizes observations and rewards of the batch, if given
+        :return: the batch, with weights as if these had been drawn
+        """
+        return self._make_batch(indices, self.tree.masses(indices), env)
+
+    def _make_batch(
+        self, indices: IntArray, masses: FloatArray, env: VecNormalize | None
+    ) -> PrioritizedReplayBufferSamples:
+        """
+        :param indices: which transitions, shape ``(batch,)``
+        :param masses: what they are drawn in proportion to, shape ``(batch,)``
+        :param env: normalizes observations and rewards, if given
+        :return: the batch, in tensors of its own on the buffer's device
+        """
+        smallest = self.tree.min_mass if self._weight_normalization == "buffer" else 0.0
+        weights = weights_of(masses, smallest, self._beta)
+        if self._n_steps == 1:
+            last, discounts = indices, None
+        else:
+            last, returns, discounts = self._n_step_returns(indices, env)
+        rewards, dones = gather(
+            last, self._flat(self.rewards), self._flat(self.dones), self._flat(self.timeouts)
+        )
+        rewards = self._normalize_reward(rewards, env) if discounts is None else returns
+        batch: PrioritizedReplayBufferSamples = self._batch_type(
+            observations=self._observations_at(self.observations, indices, env),
+            actions=self._to_tensor(self._flat(self.actions).take(indices, axis=0)),
+            next_observations=self._next_observations_at(last, env),
+            dones=self._to_tensor(dones),
+            rewards=self._to_tensor(rewards),
+            discounts=None if discounts is None else self._to_tensor(discounts),
+            weights=self._to_tensor(weights),
+            indices=indices,
+        )
+        return batch
+
+    def _n_step_returns(
+        self, indices: IntArray, env: VecNormalize | None
+    ) -> tuple[IntArray, Array, Array]:
+        """
+        Look ahead from each transition up to ``n_steps``, to the end of its episode or to the
+        newest row, whichever comes first. The order of the float32 operations is that of SB3's
+        ``NStepReplayBuffer``, so that the results are the same to the last bit.
+
+        :param indices: where to start, shape ``(batch,)``
+        :param env: normalizes rewards, if given
+        :return: the last transition of each look-ahead, shape ``(batch,)``; the discounted sum of
+            rewards and the discount of what follows, both float32, shape ``(batch, 1)``
+        """
+        factors = self.gamma ** np.arange(self.n_steps + 1, dtype=np.float32)
+        last, rewards, counts, discounts = look_ahead(
+            indices,
+            self.n_envs,
+            (self.pos - 1) % self.buffer_size,
+            self._flat(self.rewards),
+            self._flat(self.dones),
+            self._flat(self.timeouts),
+            factors,
+        )
+        rewards = self._normalize_reward(rewards, env)  # [batch, n_steps]
+        return last, (rewards * counts).sum(axis=1, keepdims=True), discounts
+
+    def _next_observations_at(self, indices: IntArray, env: VecNormalize | None) -> Any:
+        if self.optimize_memory_usage:
+            following = (indices + self.n_envs) % self.tree.capacity
+            return self._observations_at(self.observations, following, env)
+        return self._observations_at(self.next_observations, indices, env)
+
+    def _observations_at(self, storage: Any, indices: IntArray, env: VecNormalize | None) -> Any:
+        """
+        :param storage: ``observations`` or ``next_observations``
+        :param indices: which transitions, shape ``(batch,)``
+        :param env: normalizes, if given
+        :return: tensor, shape ``(batch, *observation)``
+        """
+        # `take` is several times faster than an index array for rows as short as these
+        observations = self._flat(storage).take(indices, axis=0)
+        return self._to_tensor(self._normalize_obs(observations, env))
+
+    @staticmethod
+    def _flat(storage: Array) -> Array:
+        """
+        :param storage: shape ``(rows, n_envs, ...)``
+        :return: a view with one index for each transition, shape ``(rows * n_envs, ...)``
+        """
+        return storage.reshape(-1, *storage.shape[2:])
+
+    def _to_tensor(self, array: Any) -> th.Tensor:
+        # Every array that comes here was just gathered: nobody else has it, no copy is needed
+        return self.to_torch(array, copy=False)
+
+    def to_torch(self, array: Array, copy: bool = True) -> th.Tensor:
+        """
+        Make a tensor of an array.
+
+        :param array: to be converted
+        :param copy: whether the tensor gets memory of its own; without effect off the CPU
+        :return: tensor on the buffer's device
+        """
+        if not copy and self.device.type == "cpu":
+            # What `as_tensor` comes to here, five times faster
+            return th.from_numpy(array)
+        return super().to_torch(array, copy)
+
+    def update_priorities(self, indices: npt.ArrayLike, td_errors: Any) -> None:
+        """
+        Set the priorities of transitions to ``(|td_error| + eps) ** alpha``; with
+        ``prioritization="rank"``, to ``|td_error| + eps``.
+
+        An index stands for a place. If the ``indices`` of the latest batch are given, that very
+        array, then transitions that were overwritten since it was drawn keep the priority they
+        got as new ones. Of any other indices the buffer can't know when they were drawn, and
+        takes what is stored there now to be meant.
+
+        :param indices: ``batch.indices``, or any array or tensor of places of stored
+            transitions, shape ``(n,)``; where one is repeated, its last TD error counts
+        :param td_errors: one for each index, with or without sign: list, array or tensor (any
+            float type, any device, with or without gradient), shape ``(n,)`` or ``(n, 1)``
+        :raises IndexError: if an index is not that of a stored transition
+        :raises TypeError: if indices are not integers
+        :raises ValueError: if a TD error is NaN or infinite or its priority too large for the
+            sum of all, or the shapes differ. After any of the errors the priorities are as they
+            were.
+        """
+        places, priorities = self._check_update(indices, td_errors)
+        self._was_updated = True
+        changeable = self._changeable(indices, places)
+        if changeable is not None:
+            places, priorities = places[changeable], priorities[changeable]
+        self.tree.write(places, priorities)
+
+    def _check_update(self, indices: npt.ArrayLike, td_errors: Any) -> tuple[IntArray, FloatArray]:
+        """
+        :param indices: as the caller gave them
+        :param td_errors: as the caller gave them
+        :return: the same as plain arrays, and priorities in place of errors, shape ``(n,)`` each
+        """
+        # Ranks are taken of the errors as they are; alpha is the rank-tree's part
+        exponent = 1.0 if self._prioritization == "rank" else self._alpha
+        if isinstance(td_errors, th.Tensor) and td_errors.device.type == "cpu":
+            td_errors = td_errors.detach()
+            if td_errors.dtype == th.float32:
+                td_errors = td_errors.numpy()
+        if (
+            type(indices) is type(td_errors) is np.ndarray
+            and indices.dtype == np.int64
+            and indices.ndim == 1
+            and td_errors.dtype == np.float32
+            and td_errors.shape in ((len(indices),), (len(indices), 1))
+        ):
+            # What a training loop gives
+            priorities, is_well = priorities_of(
+                td_errors.ravel(),
+                indices,
+                self.n_transitions,
+                self._eps,
+                exponent,
+                self.tree.priority_limit,
+            )
+            if is_well:
+                return indices, priorities
+        # Anything else is converted as far as it can be, and what is wrong with it is said
+        places = self._check_indices(indices)
+        errors = self._check_td_errors(td_errors, places)
+        with np.errstate(over="ignore"):
+            priorities = (np.abs(errors) + self.eps) ** exponent
+        too_large = np.flatnonzero(~(priorities <= self.tree.priority_limit))
+        if too_large.size:
+            at = too_large[0]
+            raise ValueError(
+                f"TD error {errors[at]} of transition {places[at]} is too large: its priority "
+                f"(|error| + eps) ** {exponent:g} = {priorities[at]} is above "
+                f"{self.tree.priority_limit:.4g}, the most that {self.tree.capacity} leaves can "
+                "hold"
+            )
+        return places, priorities
+
+    def _check_indices(self, indices: npt.ArrayLike) -> IntArray:
+        places = as_indices(indices.cpu().numpy() if isinstance(indices, th.Tensor) else indices)
+        if places.ndim > 1 and places.shape != (len(places), 1):
+            raise ValueError(f"indices must have the shape (n,), got {places.shape}")
+        places = places.ravel()
+        outside = (places < 0) | (places >= self.n_transitions)
+        if outside.any():
+            raise IndexError(
+                f"index {places[outside][0]} is not that of a stored transition: there are "
+                f"{self.n_transitions}, numbered from 0"
+            )
+        return places
+
+    @staticmethod
+    def _check_td_errors(td_errors: Any, places: IntArray) -> FloatArray:
+        if isinstance(td_errors, th.Tensor):
+            # Through torch: NumPy has no bfloat16
+            td_errors = td_errors.detach().cpu()
+            is_real = not td_errors.is_complex()
+            td_errors = td_errors.to(th.float64).numpy() if is_real else td_errors.numpy()
+        errors = as_floats("TD errors", td_errors)
+        n = len(places)
+        if errors.shape not in ((n,), (n, 1)) and not (n == 1 and errors.ndim == 0):
+            raise ValueError(
+                f"one TD error for each index is needed: {n} indices, TD errors of shape "
+                f"{errors.shape}"
+            )
+        errors = errors.ravel()
+        faults = np.flatnonzero(~np.isfinite(errors))
+        if faults.size:
+            raise ValueError(
+                f"TD errors must be finite, got {errors[faults[0]]} for transition "
+                f"{places[faults[0]]} ({faults.size} of {n} are not finite, at the indices "
+                f"{places[faults][:10].tolist()}). Rewards or observations may hold NaN or "
+                "infinity, or training may have diverged: check them, or lower the learning rate."
+            )
+        return errors
+
+    def _changeable(self, indices: npt.ArrayLike, places: IntArray) -> npt.NDArray[np.bool_] | None:
+        """
+        :param indices: as the caller gave them
+        :param places: the same, checked
+        :return: which of them may be written to, None if all may
+        """
+        changeable = self._is_drawable(places)
+        drawn, n_adds = self._last_draw
+        n_added = self._n_adds - n_adds if indices is drawn else 0
+        if n_added:
+            # How many rows ago a place was last written: 1 for the newest row
+            age = (self.pos - 1 - places // self.n_envs) % self.buffer_size + 1
+            fresh = age > n_added
+            changeable = fresh if changeable is None else changeable & fresh
+        return changeable
+
+    def anneal_beta(self) -> None:
+        """Add ``beta_increment`` to ``beta``, up to 1; for hand-written loops."""
+        self.beta = min(1.0, self.beta + self.beta_increment)
+
+    @classmethod
+    def from_replay_buffer(
+        cls: type[SelfBuffer], buffer: ReplayBuffer, **options: Any
+    ) -> SelfBuffer:
+        """
+        Take over the content of one of SB3's own buffers, each transition at priority 1.
+
+        :param buffer: SB3's counterpart of this class; its arrays are taken over, not copied, so
+            don't use it any more
+        :param options: the keyword-only options of this class; ``n_steps`` and ``gamma`` are by
+            default those of an ``NStepReplayBuffer``
+        :return: a prioritized buffer with the same transitions, which draws them uniformly until
+            priorities are updated
+        :raises ValueError: if an option is out of its range, or the buffer is of another kind
+        """
+        if isinstance(buffer, PrioritizedReplayBuffer) or not isinstance(buffer, ReplayBuffer):
+            raise ValueError(
+                f"only SB3's own replay buffers can be taken over, got {type(buffer).__name__}"
+            )
+        if isinstance(buffer, HerReplayBuffer) != issubclass(cls, HerReplayBuffer):
+            raise ValueError(f"{cls.__name__} can't take over a {type(buffer).__name__}")
+        cls._check_observation_space(buffer.observation_space)
+        content = buffer.__dict__.copy()
+        for option in ("n_steps", "gamma"):
+            if option in content:
+                options.setdefault(option, content.pop(option))
+        # The smallest buffer there is checks the options and holds them
+        prioritized = cls._blank(buffer, **options)
+        own = {
+            name: value
+            for name, value in prioritized.__dict__.items()
+            if name.startswith("_") and name not in content
+        }
+        prioritized.__dict__ = {**content, **own}
+        prioritized._start_tree()
+        indices = np.arange(prioritized.n_transitions)
+        drawable = prioritized._is_drawable(indices)
+        prioritized.tree.update(indices if drawable is None else indices[drawable], 1.0)
+        return prioritized
+
+    @classmethod
+    def _blank(cls: type[SelfBuffer], buffer: ReplayBuffer, **options: Any) -> SelfBuffer:
+        """
+        :param buffer: whose spaces to use
+        :param options: of this class
+        :return: the smallest buffer there is
+        """
+        return cls(1, buffer.observation_space, buffer.action_space, device="cpu", **options)

@@ -1,0 +1,17 @@
+"""Callbacks that look into the replay buffer while an agent trains."""
+
+from sb3_per.callbacks.statistics import (
+    PERLoggerCallback,
+    ReplaySnapshot,
+    ReplaySnapshotCallback,
+    drawable_indices,
+    td_errors_in_buffer,
+)
+
+__all__ = [
+    "PERLoggerCallback",
+    "ReplaySnapshot",
+    "ReplaySnapshotCallback",
+    "drawable_indices",
+    "td_errors_in_buffer",
+]

@@ -1,0 +1,168 @@
+"""The agents that can be compared, and how they are named."""
+
+import ast
+import importlib
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
+from stable_baselines3.common.vec_env import VecEnv
+
+from sb3_per.compare.hyperparams import (
+    REFUSED,
+    Hyperparams,
+    keyword_options,
+    model_arguments,
+)
+from sb3_per.compare.settings import SettingsError
+
+__all__ = ["ALGORITHMS", "Agent", "parse_agent", "parse_agents"]
+
+
+class Algorithm(NamedTuple):
+    """
+    Where an algorithm is found.
+
+    :param module: that has it
+    :param name: of the class
+    :param label: what it is called in pictures
+    :param extra: of this package that brings what it needs
+    """
+
+    module: str
+    name: str
+    label: str
+    extra: str | None = None
+
+
+ALGORITHMS = {
+    "uniform": Algorithm("stable_baselines3", "DQN", "uniform"),
+    "per": Algorithm("sb3_per", "PERDQN", "PER"),
+    "qrdqn": Algorithm("sb3_contrib", "QRDQN", "QR-DQN uniform", "contrib"),
+    "per_qrdqn": Algorithm("sb3_per.per_qrdqn", "PERQRDQN", "QR-DQN PER", "contrib"),
+    "per_trial": Algorithm("studies.trials", "PERDQNTrial", "PER trial"),
+}
+
+#: Other names for them
+ALIASES = {"dqn": "uniform", "perdqn": "per", "per_dqn": "per", "perqrdqn": "per_qrdqn"}
+
+#: What all agents must have in common
+SHARED = ("policy", "policy_kwargs", "optimize_memory_usage", "replay_buffer_kwargs")
+
+
+@dataclass(frozen=True)
+class Agent:
+    """
+    An algorithm with options.
+
+    :param algorithm: key of :data:`ALGORITHMS`
+    :param options: names and values, by name
+    """
+
+    algorithm: str
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def __str__(self) -> str:
+        """The name that :func:`parse_agent` reads, by which tables know the agent."""
+        return self.algorithm + self._arguments()
+
+    @property
+    def label(self) -> str:
+        """What the agent is called in pictures."""
+        name = ALGORITHMS[self.algorithm].label
+        return f"{name} {self._arguments()}" if self.options else name
+
+    def _arguments(self) -> str:
+        return f"({', '.join(f'{k}={v!r}' for k, v in self.options)})" if self.options else ""
+
+    def algorithm_class(self) -> type[OffPolicyAlgorithm]:
+        """
+        :return: the class
+        :raises SettingsError: if what it needs is not installed
+        """
+        where = ALGORITHMS[self.algorithm]
+        try:
+            found = getattr(importlib.import_module(where.module), where.name)
+        except ImportError as error:
+            raise SettingsError(
+                f"agent {self.algorithm} needs {error.name}: pip install 'sb3-per[{where.extra}]'"
+            ) from None
+        return found  # type: ignore[no-any-return]
+
+    def make(
+        self, env: VecEnv, hyperparams: Hyperparams, seed: int, device: str
+    ) -> OffPolicyAlgorithm:
+        """
+        :param env: to train on
+        :param hyperparams: shared by all agents
+        :param seed: of the run
+        :param device: PyTorch device
+        :return: the untrained agent
+        """
+        arguments = {**model_arguments(hyperparams), **dict(self.options)}
+        if "n_quantiles" in arguments:
+            n_quantiles = arguments.pop("n_quantiles")
+            policy_kwargs = {**arguments.get("policy_kwargs", {}), "n_quantiles": n_quantiles}
+            arguments["policy_kwargs"] = policy_kwargs
+        return self.algorithm_class()(env=env, seed=seed, device=device, **arguments)
+
+    def check(self, hyperparams: Hyperparams) -> None:
+        """
+        :param hyperparams: shared by all agents
+        :raises SettingsError: if the algorithm does not take an option or a hyperparameter
+        """
+        parameters = set(inspect.signature(self.algorithm_class()).parameters)
+        if "qr" in self.algorithm:
+            parameters.add("n_quantiles")
+        for name, _ in self.options:
+            if name in SHARED:
+                raise SettingsError(
+                    f"agent {self}: {name} must be the same for all agents: it belongs into the "
+                    "hyperparameters"
+                )
+            if name not in parameters or name in REFUSED:
+                raise SettingsError(f"agent {self}: {name} is no option of {self.algorithm}")
+        unknown = set(model_arguments(hyperparams)) - parameters
+        if unknown:
+            raise SettingsError(f"agent {self} does not take {', '.join(sorted(unknown))}")
+
+
+def parse_agent(text: str) -> Agent:
+    """
+    :param text: a name, or one with options: ``per(alpha=0.8, double_q=True)``
+    :return: the agent
+    :raises SettingsError: if there is no agent of that name, or its options can't be read
+
+    >>> str(parse_agent("per( alpha = .8 )"))
+    'per(alpha=0.8)'
+    """
+    try:
+        match ast.parse(text.strip(), mode="eval").body:
+            case ast.Name(id=name):
+                options: dict[str, Any] = {}
+            case ast.Call(func=ast.Name(id=name), args=[], keywords=keywords):
+                options = keyword_options(keywords)
+            case _:
+                raise ValueError('an agent is a name, or one with options: "per(alpha=0.8)"')
+    except (SyntaxError, ValueError, TypeError) as error:
+        raise SettingsError(f"--agents: can't read {text!r}: {error}") from None
+    name = ALIASES.get(name.lower(), name.lower())
+    if name not in ALGORITHMS:
+        raise SettingsError(f"--agents: there is no {name!r}, only {', '.join(ALGORITHMS)}")
+    return Agent(name, tuple(sorted(options.items())))
+
+
+def parse_agents(texts: Sequence[str]) -> list[Agent]:
+    """
+    :param texts: one for each agent
+    :return: the agents
+    :raises SettingsError: as :func:`parse_agent`, or if two are the same
+    """
+    agents = [parse_agent(text) for text in texts]
+    names = [str(agent) for agent in agents]
+    for name in names:
+        if names.count(name) > 1:
+            raise SettingsError(f"--agents has {name} more than once")
+    return agents

@@ -1,0 +1,142 @@
+"""Where runs are made: on the cores of this machine, or on a Ray or Dask cluster, by joblib."""
+
+import importlib
+import logging
+import os
+import traceback
+import warnings
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import joblib
+
+from sb3_per.compare.settings import SettingsError
+from sb3_per.compare.training import Run, Tables, train
+
+__all__ = ["Outcome", "train_all"]
+
+
+class Outcome(NamedTuple):
+    """
+    What came of a run.
+
+    :param run: of the comparison
+    :param tables: its tables; None if it failed
+    :param traceback: of the failure, empty if there was none
+    """
+
+    run: Run
+    tables: Tables | None
+    traceback: str = ""
+
+
+def train_all(
+    runs: Sequence[Run], backend: str, jobs: int, address: str | None
+) -> Generator[Outcome, None, None]:
+    """
+    Make runs side by side. A run that raises an error is an outcome like any other. Closing the
+    iterator stops those that are not finished.
+
+    :param runs: what to train
+    :param backend: of joblib: ``"loky"``, ``"ray"`` or ``"dask"``
+    :param jobs: runs at the same time; -1 for as many as there are cores
+    :param address: of the cluster; None starts one on this machine
+    :return: the outcomes, as they come
+    """
+    with _started(backend, jobs, address):
+        parallel = joblib.Parallel(
+            n_jobs=jobs, return_as="generator_unordered", batch_size=1, pre_dispatch="all"
+        )
+        # Longest first, so that no worker waits at the end
+        ordered = sorted(runs, key=lambda run: -run.hyperparams["n_timesteps"])
+        outcomes = parallel(joblib.delayed(_attempt)(run) for run in ordered)
+        try:
+            # Not `yield from`: closing would then start inside, with the warning
+            for outcome in outcomes:  # noqa: UP028
+                yield outcome
+        finally:
+            with warnings.catch_warnings():
+                # That runs are given up: whoever closes the iterator knows
+                warnings.simplefilter("ignore", UserWarning)
+                outcomes.close()
+
+
+def _attempt(run: Run) -> Outcome:
+    try:
+        return Outcome(run, train(run))
+    except Exception:
+        return Outcome(run, None, traceback.format_exc())
+
+
+@contextmanager
+def _started(backend: str, jobs: int, address: str | None) -> Iterator[None]:
+    """
+    :param backend: of joblib
+    :param jobs: runs at the same time
+    :param address: of the cluster
+    :return: joblib uses that backend inside the ``with`` block
+    :raises SettingsError: if what it needs is missing
+    """
+    try:
+        if backend == "ray":
+            with _ray(jobs, address), joblib.parallel_config("ray"):
+                yield
+        elif backend == "dask":
+            with _dask(jobs, address), joblib.parallel_config("dask"):
+                yield
+        else:
+            with joblib.parallel_config(backend, inner_max_num_threads=1):
+                yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] in ("ray", "dask", "distributed"):
+            raise SettingsError(
+                f"--backend {backend} needs {error.name}: pip install 'sb3-per[{backend}]'"
+            ) from None
+        raise
+
+
+@contextmanager
+def _ray(jobs: int, address: str | None) -> Iterator[None]:
+    # Neither Ray nor Dask is there unless asked for
+    ray: Any = importlib.import_module("ray")
+    importlib.import_module("ray.util.joblib").register_ray()
+    ray_backend: Any = importlib.import_module("ray.util.joblib.ray_backend").RayBackend
+    # joblib gives results as they come only where a backend says that it can. Ray's says what it
+    # inherits from that of multiprocessing, while its pool reports each result when it is there.
+    as_they_come = type("RayBackend", (ray_backend,), {"supports_return_generator": True})
+    joblib.register_parallel_backend("ray", as_they_come)
+    is_ours = not ray.is_initialized()
+    if is_ours:
+        options: dict[str, Any] = {"address": address or os.environ.get("RAY_ADDRESS")}
+        if not options["address"]:
+            # One of our own, also where another happens to run
+            options = {"address": "local", "include_dashboard": False}
+            if jobs > 0:
+                options["num_cpus"] = jobs
+        ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
+    try:
+        yield
+    finally:
+        if is_ours:
+            ray.shutdown()
+
+
+@contextmanager
+def _dask(jobs: int, address: str | None) -> Iterator[None]:
+    distributed: Any = importlib.import_module("distributed")
+    if address:
+        with distributed.Client(address):
+            yield
+        return
+    workers = joblib.effective_n_jobs(jobs)
+    with (
+        distributed.LocalCluster(
+            n_workers=workers,
+            threads_per_worker=1,
+            dashboard_address=None,
+            silence_logs=logging.ERROR,
+        ) as cluster,
+        distributed.Client(cluster),
+    ):
+        yield

@@ -1,0 +1,371 @@
+"""Hyperparameters from YAML files in rl-zoo's form, read without running what is in them."""
+
+import ast
+import importlib
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import torch as th
+import yaml
+from stable_baselines3.common.utils import LinearSchedule
+
+from sb3_per import PERDQN
+from sb3_per.compare.settings import SettingsError
+
+__all__ = [
+    "DEFAULT_FILE",
+    "KEYS",
+    "full_env_id",
+    "load_hyperparams",
+    "model_arguments",
+    "parse_value",
+    "wrapper_of",
+]
+
+#: Used where no other file is given
+DEFAULT_FILE = Path(__file__).with_name("hyperparams.yml")
+
+Hyperparams = dict[str, Any]
+
+#: Keys of rl-zoo's files, or arguments of algorithms, that can't be given here, and why
+REFUSED = {
+    "callback": "callbacks would differ from those of the comparison",
+    "vec_env_wrapper": "use `env_wrapper`, `frame_stack` or `normalize`",
+    "replay_buffer_class": "each agent has its own",
+    "seed": "it is --first-seed and --n-seeds",
+    "device": "it is --device",
+    "env": "it is --envs",
+    "verbose": "there is a progress bar",
+    "tensorboard_log": "results go to --output",
+    "stats_window_size": "it is --window",
+}
+
+#: Options of prioritized replay, and of quantile networks
+OF_AGENTS = {
+    name
+    for name, parameter in inspect.signature(PERDQN).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY
+} | {"n_quantiles"}
+
+
+# Values written as Python, such as "dict(net_arch=[256, 256])"
+
+
+def parse_value(text: str) -> Any:
+    """
+    The value of a Python expression as rl-zoo's files have it, without running it: numbers,
+    texts, lists, tuples, dicts, ``dict(...)``, and classes of torch (``nn.ReLU``,
+    ``th.optim.Adam``).
+
+    :param text: the expression
+    :return: its value
+    :raises SettingsError: if it is anything else
+
+    >>> parse_value("dict(net_arch=[256, 256], activation_fn=nn.ReLU)")
+    {'net_arch': [256, 256], 'activation_fn': <class 'torch.nn.modules.activation.ReLU'>}
+    """
+    try:
+        return _value_of(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, TypeError) as error:
+        raise SettingsError(f"can't read {text!r}: {error}") from None
+
+
+def _value_of(node: ast.expr) -> Any:
+    match node:
+        case ast.Constant(value=value):
+            return value
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_value_of(operand)
+        case ast.List(elts=elements):
+            return [_value_of(element) for element in elements]
+        case ast.Tuple(elts=elements):
+            return tuple(_value_of(element) for element in elements)
+        case ast.Dict(keys=keys, values=values) if None not in keys:
+            items = zip(keys, values, strict=True)
+            return {_value_of(key): _value_of(value) for key, value in items if key is not None}
+        case ast.Call(func=ast.Name(id="dict"), args=[], keywords=keywords):
+            return dict(keyword_options(keywords))
+        case ast.Attribute():
+            return _torch_class(node)
+    raise ValueError(
+        f"{ast.unparse(node)!r} is neither a number, a text, a list, a tuple, a dict nor a class "
+        "of torch.nn or torch.optim"
+    )
+
+
+def keyword_options(keywords: list[ast.keyword]) -> dict[str, Any]:
+    """
+    :param keywords: of a call
+    :return: their values by name
+    :raises ValueError: if one is ``**options``, or no value
+    """
+    if any(keyword.arg is None for keyword in keywords):
+        raise ValueError("** is not supported")
+    return {str(keyword.arg): _value_of(keyword.value) for keyword in keywords}
+
+
+def _torch_class(node: ast.Attribute) -> Any:
+    """
+    :param node: dotted name
+    :return: the class of torch that it names
+    """
+    first, *rest = ast.unparse(node).split(".")
+    if first in ("th", "torch"):
+        first, *rest = rest
+    value: Any = {"nn": th.nn, "optim": th.optim}.get(first)
+    for name in rest:
+        value = getattr(value, name, None)
+    if not (isinstance(value, type) and issubclass(value, th.nn.Module | th.optim.Optimizer)):
+        raise ValueError(f"{ast.unparse(node)!r} is no class of torch.nn or torch.optim")
+    return value
+
+
+# What each key may be
+
+
+def _number(value: Any) -> float:
+    # YAML takes 1e-3 for a text, and rl-zoo's files have !!float before it
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError("a number is needed")
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError("a finite number is needed")
+    return number
+
+
+def _integer(low: int) -> Callable[[Any], int]:
+    def check(value: Any) -> int:
+        number = _number(value)
+        if number != int(number) or number < low:
+            raise ValueError(f"an integer of at least {low} is needed")
+        return int(number)
+
+    return check
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("True or False is needed")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError("a text is needed")
+    return value
+
+
+def _options(value: Any) -> Any:
+    """Checked, and kept as it was written: the settings go to a JSON file."""
+    if not isinstance(parse_value(value) if isinstance(value, str) else value, dict):
+        raise ValueError('a dict is needed, or a text like "dict(net_arch=[64, 64])"')
+    return value
+
+
+def _learning_rate(value: Any) -> Any:
+    if isinstance(value, str) and value.startswith("lin_"):
+        _number(value.removeprefix("lin_"))
+        return value
+    return _number(value)
+
+
+def _train_freq(value: Any) -> Any:
+    if isinstance(value, str) and value.strip()[:1] in ("(", "["):
+        value = parse_value(value)
+    if isinstance(value, list | tuple):
+        frequency, unit = value
+        if unit not in ("step", "episode"):
+            raise ValueError("the unit is step or episode")
+        return [_integer(1)(frequency), unit]
+    return _integer(1)(value)
+
+
+def _normalize(value: Any) -> Any:
+    return value if isinstance(value, bool) else _options(value)
+
+
+def _env_wrapper(value: Any) -> Any:
+    wrapper_of(value)
+    return value
+
+
+#: The keys that are honoured, and what checks each. ``threshold`` is not in rl-zoo's files.
+KEYS: dict[str, Callable[[Any], Any]] = {
+    "n_timesteps": _integer(1),
+    "threshold": _number,
+    "n_envs": _integer(1),
+    "env_kwargs": _options,
+    "env_wrapper": _env_wrapper,
+    "frame_stack": _integer(1),
+    "normalize": _normalize,
+    "policy": _text,
+    "policy_kwargs": _options,
+    "learning_rate": _learning_rate,
+    "buffer_size": _integer(1),
+    "learning_starts": _integer(0),
+    "batch_size": _integer(1),
+    "tau": _number,
+    "gamma": _number,
+    "train_freq": _train_freq,
+    "gradient_steps": _integer(-1),
+    "n_steps": _integer(1),
+    "optimize_memory_usage": _flag,
+    "replay_buffer_kwargs": _options,
+    "target_update_interval": _integer(1),
+    "exploration_fraction": _number,
+    "exploration_initial_eps": _number,
+    "exploration_final_eps": _number,
+    "max_grad_norm": _number,
+}
+
+#: Those that are no arguments of the algorithm
+OF_ENV = (
+    "n_timesteps",
+    "threshold",
+    "n_envs",
+    "env_kwargs",
+    "env_wrapper",
+    "frame_stack",
+    "normalize",
+)
+
+
+# Files
+
+
+def full_env_id(env_id: str) -> str:
+    """
+    :param env_id: as the user gave it
+    :return: as Gymnasium knows it: the toy environments of this package don't need their
+        namespace, and of ``module:Id``, the module has been imported
+    :raises SettingsError: if there is none
+    """
+    module, _, name = env_id.rpartition(":")
+    try:
+        if module:
+            importlib.import_module(module)
+        for candidate in (env_id, f"sb3_per/{env_id}"):
+            if (candidate.rpartition(":")[2]) in gym.registry:
+                return candidate
+        # Says which versions and which similar names there are
+        gym.spec(name)
+    except (ImportError, gym.error.Error) as error:
+        raise SettingsError(f"--envs {env_id}: {error}") from None
+    return env_id
+
+
+def load_hyperparams(path: Path, env_id: str) -> Hyperparams:
+    """
+    :param path: YAML file in rl-zoo's form: a mapping from environments to their hyperparameters,
+        with ``atari`` for all of Atari's games and ``default`` for what has no place of its own
+    :param env_id: full Gymnasium id
+    :return: the checked hyperparameters of that environment, ready for JSON
+    :raises SettingsError: if the file can't be read, has nothing for that environment, or a key
+        or value that is not allowed
+    """
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise SettingsError(f"can't read the hyperparameters in {path}: {error}") from None
+    if not isinstance(content, Mapping):
+        raise SettingsError(f"{path} must map environments to their hyperparameters")
+    name = env_id.rpartition(":")[2]
+    is_atari = "AtariEnv" in str(gym.spec(name).entry_point)
+    places = [env_id, name, name.rpartition("/")[2], *(["atari"] if is_atari else []), "default"]
+    section = next((place for place in places if place in content), None)
+    if section is None:
+        raise SettingsError(
+            f"{path} has no hyperparameters for {env_id}: it has {', '.join(map(str, content))}. "
+            "Add a section of that name, or one named default."
+        )
+    given = content[section]
+    if not isinstance(given, Mapping):
+        raise SettingsError(f"{path}: {section} must map names to values, got {given!r}")
+    return _checked(given, f"{path}: {section}")
+
+
+def _checked(given: Mapping[Any, Any], where: str) -> Hyperparams:
+    checked = {}
+    for key, value in given.items():
+        if key in REFUSED:
+            raise SettingsError(f"{where} has {key}, which can't be given here: {REFUSED[key]}")
+        if key in OF_AGENTS:
+            raise SettingsError(
+                f"{where} has {key}, which belongs to an agent, as in --agents uniform "
+                f'"per({key}=...)"'
+            )
+        if key not in KEYS:
+            raise SettingsError(f"{where} has the unknown key {key!r}; known are {', '.join(KEYS)}")
+        try:
+            checked[key] = KEYS[key](value)
+        except (ValueError, TypeError) as error:
+            raise SettingsError(f"{where}: {key} is {value!r}: {error}") from None
+    for key in ("n_timesteps", "policy"):
+        if key not in checked:
+            raise SettingsError(f"{where} has no {key}")
+    return checked
+
+
+def model_arguments(hyperparams: Hyperparams) -> dict[str, Any]:
+    """
+    :param hyperparams: of :func:`load_hyperparams`
+    :return: arguments for the algorithm
+    """
+    arguments = {key: value for key, value in hyperparams.items() if key not in OF_ENV}
+    for key in ("policy_kwargs", "replay_buffer_kwargs"):
+        if key in arguments:
+            arguments[key] = options_of(arguments[key])
+    rate = arguments.get("learning_rate")
+    if isinstance(rate, str):
+        arguments["learning_rate"] = LinearSchedule(float(rate.removeprefix("lin_")), 0.0, 1.0)
+    if isinstance(arguments.get("train_freq"), list):
+        arguments["train_freq"] = tuple(arguments["train_freq"])
+    return arguments
+
+
+def options_of(value: Any) -> dict[str, Any]:
+    """
+    :param value: a dict, or one written as Python
+    :return: the dict, a copy
+    """
+    return dict(parse_value(value) if isinstance(value, str) else value)
+
+
+def wrapper_of(given: Any) -> Callable[[gym.Env[Any, Any]], gym.Env[Any, Any]] | None:
+    """
+    :param given: what ``env_wrapper`` is: the dotted name of a wrapper class, a mapping from it to
+        its arguments, or a list of these, the innermost first
+    :return: puts them around an environment; None if there are none
+    :raises SettingsError: if one can't be imported
+    """
+    if given is None:
+        return None
+    wrappers = [_one_wrapper(entry) for entry in (given if isinstance(given, list) else [given])]
+
+    def wrap(env: gym.Env[Any, Any]) -> gym.Env[Any, Any]:
+        for wrapper, arguments in wrappers:
+            env = wrapper(env, **arguments)
+        return env
+
+    return wrap
+
+
+def _one_wrapper(entry: Any) -> tuple[Any, dict[str, Any]]:
+    name: Any = entry
+    arguments: Any = {}
+    if isinstance(entry, Mapping) and len(entry) == 1:
+        ((name, arguments),) = entry.items()
+    if not isinstance(name, str) or "." not in name or not isinstance(arguments or {}, Mapping):
+        raise SettingsError(
+            f"env_wrapper: {entry!r} is neither the dotted name of a wrapper class nor a mapping "
+            "from one to its arguments"
+        )
+    module, _, attribute = name.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), attribute), dict(arguments or {})
+    except (ImportError, AttributeError) as error:
+        raise SettingsError(f"env_wrapper: can't import {name}: {error}") from None

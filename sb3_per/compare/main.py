@@ -1,0 +1,257 @@
+"""``sb3-per compare`` and ``sb3-per plot``."""
+
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from typing import Any
+
+import gymnasium as gym
+from tqdm import tqdm
+
+from sb3_per.compare.agents import parse_agent, parse_agents
+from sb3_per.compare.backends import train_all
+from sb3_per.compare.hyperparams import DEFAULT_FILE, full_env_id, load_hyperparams
+from sb3_per.compare.pictures import draw
+from sb3_per.compare.report import render_report, summary_rows
+from sb3_per.compare.settings import CompareSettings, PlotSettings, SettingsError
+from sb3_per.compare.store import Store, package_versions
+from sb3_per.compare.summary import Comparison, summarize
+from sb3_per.compare.training import Run
+
+__all__ = ["main", "plan", "plot", "write_results"]
+
+#: Exit codes: some runs failed; what was asked for can't be done; stopped by Ctrl-C
+FAILED, REFUSED, STOPPED = 1, 2, 130
+
+
+def main(settings: CompareSettings) -> int:
+    """
+    Make the runs that are missing, then write tables, pictures and the report.
+
+    :param settings: what to compare
+    :return: exit code: 0, 1 if runs failed, 2 if the settings can't be used, 130 if stopped
+    """
+    with _refusals("compare") as refused:
+        store = Store(settings.folder)
+        runs = plan(settings, store)
+        return _compare(settings, store, runs)
+    return refused.code
+
+
+def plot(settings: PlotSettings) -> int:
+    """
+    Draw pictures and report again, from the tables alone.
+
+    :param settings: which comparison
+    :return: exit code: 0, or 2 if there is none
+    """
+    with _refusals("plot") as refused:
+        settings.check()
+        store = Store(settings.folder)
+        write_results(store, threshold=settings.threshold, window=settings.window)
+        return 0
+    return refused.code
+
+
+class _Refused:
+    code = REFUSED
+
+
+@contextmanager
+def _refusals(command: str) -> Iterator[_Refused]:
+    try:
+        yield _Refused()
+    except SettingsError as error:
+        print(f"sb3-per {command}: {error}", file=sys.stderr)
+
+
+def plan(settings: CompareSettings, store: Store) -> list[Run]:
+    """
+    Check everything that can be checked without training, and write the settings down.
+
+    :param settings: what to compare
+    :param store: the folder of the comparison
+    :return: all runs, finished ones too
+    :raises SettingsError: if something can't be done, or the folder has runs with other settings
+    """
+    settings.check()
+    agents = parse_agents(settings.agents)
+    environments = {}
+    for name in settings.envs:
+        env_id = full_env_id(name)
+        environments[env_id] = _hyperparams(settings, env_id)
+        for agent in agents:
+            agent.check(environments[env_id])
+    in_common: dict[str, Any] = {
+        "n_evals": settings.n_evals,
+        "eval_episodes": settings.eval_episodes,
+        "snapshot_episodes": sorted(set(settings.snapshot_episodes)),
+        "n_snapshots": settings.n_snapshots,
+        "max_transitions": settings.max_transitions,
+        "device": settings.device,
+    }
+    thresholds = {
+        env_id: _threshold(settings, env_id, hyperparams.pop("threshold", None))
+        for env_id, hyperparams in environments.items()
+    }
+    _warn_of_other_versions(store)
+    store.agree_on(
+        {
+            "environments": environments,
+            "agents": [str(agent) for agent in agents],
+            "seeds": list(settings.seeds),
+            "run": in_common,
+            "analysis": {"window": settings.window, "thresholds": thresholds},
+            "versions": package_versions(),
+        }
+    )
+    return [
+        Run(
+            env_id,
+            str(agent),
+            seed,
+            hyperparams,
+            **{**in_common, "snapshot_episodes": tuple(in_common["snapshot_episodes"])},
+        )
+        for env_id, hyperparams in environments.items()
+        for seed in settings.seeds
+        for agent in agents
+    ]
+
+
+def _hyperparams(settings: CompareSettings, env_id: str) -> dict[str, Any]:
+    hyperparams = load_hyperparams(settings.hyperparams or DEFAULT_FILE, env_id)
+    n_timesteps = settings.timesteps or round(hyperparams["n_timesteps"] * settings.share)
+    hyperparams["n_timesteps"] = max(n_timesteps, 1)
+    return hyperparams
+
+
+def _threshold(settings: CompareSettings, env_id: str, in_file: float | None) -> float | None:
+    if settings.threshold is not None:
+        return settings.threshold
+    return gym.spec(env_id.rpartition(":")[2]).reward_threshold if in_file is None else in_file
+
+
+def _warn_of_other_versions(store: Store) -> None:
+    if not (store.folder / "settings.json").exists():
+        return
+    there, now = store.settings()["versions"], package_versions()
+    changes = [
+        f"{name} {there.get(name, 'missing')}, now {now.get(name, 'missing')}"
+        for name in {**there, **now}
+        if there.get(name) != now.get(name)
+    ]
+    if changes:
+        print(f"{store.folder} has runs made with {'; '.join(changes)}", file=sys.stderr)
+
+
+def _compare(settings: CompareSettings, store: Store, runs: Sequence[Run]) -> int:
+    to_do = [run for run in runs if not store.has(run)]
+    print(
+        f"{len(runs)} runs: {len(settings.envs)} environment(s), {len(settings.agents)} agent(s), "
+        f"{len(settings.seeds)} seed(s); {len(runs) - len(to_do)} finished before. Results go to "
+        f"{store.folder}."
+    )
+    failed = 0
+    try:
+        failed = _make(settings, store, runs, to_do)
+    except KeyboardInterrupt:
+        _tell_of_end("Stopped", store, runs)
+        return STOPPED
+    except Exception:
+        # Not a run, which would have been an outcome: a worker was killed, or the cluster is gone
+        traceback.print_exc()
+        _tell_of_end("The workers are gone", store, runs)
+        return FAILED
+    store.merge_tables()
+    if failed < len(runs):
+        write_results(store)
+    if failed:
+        print(
+            f"{failed} of {len(runs)} runs failed: {store.folder / 'failures'} says why. The same "
+            "command tries them again.",
+            file=sys.stderr,
+        )
+    return FAILED if failed else 0
+
+
+def _tell_of_end(why: str, store: Store, runs: Sequence[Run]) -> None:
+    store.merge_tables()
+    n_finished = sum(store.has(run) for run in runs)
+    print(
+        f"\n{why}: {n_finished} of {len(runs)} runs are finished and kept. The same command makes "
+        "the others.",
+        file=sys.stderr,
+    )
+
+
+def _make(
+    settings: CompareSettings, store: Store, runs: Sequence[Run], to_do: Sequence[Run]
+) -> int:
+    """
+    :param settings: how to make runs
+    :param store: keeps what is finished
+    :param runs: all of them
+    :param to_do: those that are missing
+    :return: how many failed
+    """
+    if not to_do:
+        return 0
+    failed = 0
+    jobs = min(settings.jobs, len(to_do))
+    with (
+        tqdm(total=len(runs), initial=len(runs) - len(to_do), unit="run") as bar,
+        closing(train_all(to_do, settings.backend, jobs, settings.address)) as outcomes,
+    ):
+        for run, tables, error in outcomes:
+            if tables is None:
+                failed += 1
+                path = store.write_failure(run, error)
+                last = error.strip().splitlines()[-1]
+                env_id, agent, seed = run.key
+                bar.write(f"failed: {env_id}, {agent}, seed {seed}: {last} ({path})")
+            else:
+                store.write(run, tables)
+            bar.update()
+    return failed
+
+
+def write_results(
+    store: Store, threshold: float | None = None, window: int | None = None
+) -> Comparison:
+    """
+    Write ``summary.csv``, the pictures and ``report.html``, and print the summary.
+
+    :param store: folder with the tables
+    :param threshold: in place of those of the settings
+    :param window: in place of that of the settings
+    :return: what was written about
+    :raises SettingsError: if there are no tables
+    """
+    settings = store.settings()
+    analysis = settings["analysis"]
+    if threshold is not None:
+        analysis["thresholds"] = dict.fromkeys(settings["environments"], threshold)
+    if window is not None:
+        analysis["window"] = window
+    comparison = Comparison(store.read_tables(), settings)
+    summary = summarize(comparison)
+    store.write_text("summary.csv", summary.to_csv(index=False))
+    pictures = draw(comparison, store.folder / "pictures")
+    store.write_text("report.html", render_report(comparison, summary, pictures, store.failures()))
+    for env_id in comparison.env_ids:
+        _print_summary(comparison, summary, env_id)
+    print(f"\n{len(pictures)} pictures and the report: {store.folder / 'report.html'}")
+    return comparison
+
+
+def _print_summary(comparison: Comparison, summary: Any, env_id: str) -> None:
+    agents = comparison.agents(env_id)
+    rows = [("", *(parse_agent(agent).label for agent in agents))]
+    rows += [(row["title"], *row["cells"]) for row in summary_rows(summary, env_id, agents)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(agents) + 1)]
+    print(f"\n{env_id}")
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        print("  ".join(cells).rstrip())

@@ -1,0 +1,726 @@
+"""The pictures of a comparison, drawn from its tables alone."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from matplotlib.ticker import FuncFormatter, NullFormatter, PercentFormatter
+
+from sb3_per.compare.agents import parse_agent
+from sb3_per.compare.metrics import (
+    RESAMPLES_OF_CURVES,
+    at_steps,
+    bootstrap_interval,
+    interquartile_mean,
+    moving_average,
+    share_reached,
+)
+from sb3_per.compare.style import (
+    STORED,
+    agent_colors,
+    agent_map,
+    figure,
+    luminance,
+    panels,
+    steps_axis,
+    style,
+)
+from sb3_per.compare.summary import Comparison
+
+__all__ = ["PICTURES", "Picture", "draw", "file_name"]
+
+FloatArray = npt.NDArray[np.float64]
+
+#: Label of an axis, where priorities are in proportion to TD errors
+PRIORITY = r"priority $(|\mathrm{TD\ error}| + \epsilon)^\alpha$"
+
+#: Points of a curve
+POINTS = 150
+
+#: Environments of more places than this have no picture of them
+MOST_CELLS = 64
+
+#: Up to so many places, each has its share written into it
+MOST_WRITTEN_CELLS = 20
+
+
+@dataclass(frozen=True)
+class Picture:
+    """
+    A picture and what to say about it.
+
+    :param kind: key of :data:`PICTURES`
+    :param env_id: of the environment
+    :param title: what it shows
+    :param reading: how to read it
+    :param alt: what someone who can't see it should know
+    :param figure: the picture itself
+    """
+
+    kind: str
+    env_id: str
+    title: str
+    reading: str
+    alt: str
+    figure: Figure
+
+
+@dataclass(frozen=True)
+class View:
+    """
+    What the drawing functions need of one environment.
+
+    :param comparison: all of it
+    :param env_id: of the environment
+    """
+
+    comparison: Comparison
+    env_id: str
+
+    @property
+    def agents(self) -> list[str]:
+        """With a finished run."""
+        return self.comparison.agents(self.env_id)
+
+    @property
+    def colors(self) -> dict[str, str]:
+        """By agent."""
+        return agent_colors(self.comparison.settings["agents"])
+
+    @property
+    def name(self) -> str:
+        """Of the environment, without module and namespace."""
+        return self.env_id.rpartition(":")[2].rpartition("/")[2]
+
+    @property
+    def budget(self) -> int:
+        """Environment steps of each run."""
+        return self.comparison.budget(self.env_id)
+
+    @property
+    def stages(self) -> list[int]:
+        """Numbers of episodes at which to look into the buffer."""
+        return sorted(self.comparison.settings["run"]["snapshot_episodes"])
+
+    def n_runs(self, agent: str) -> int:
+        """
+        :param agent: of the runs
+        :return: how many are finished
+        """
+        return len(self.comparison.of("runs", self.env_id, agent))
+
+    def label(self, agent: str) -> str:
+        """
+        :param agent: to be named
+        :return: its name in pictures
+        """
+        return parse_agent(agent).label
+
+    def at_stage(self, agent: str, stage: int) -> pd.DataFrame:
+        """
+        :param agent: of the runs
+        :param stage: number of episodes
+        :return: transitions looked at then, of all runs
+        """
+        rows = self.comparison.of("transitions", self.env_id, agent)
+        return rows[rows["stage"] == stage]
+
+    def priority_label(self) -> str:
+        """:return: of an axis of priorities, with the formula if it is that of all agents"""
+        options = (parse_agent(agent).options for agent in self.prioritized())
+        is_by_rank = any(("prioritization", "rank") in of_one for of_one in options)
+        return "priority" if is_by_rank else PRIORITY
+
+    def prioritized(self) -> list[str]:
+        """:return: agents whose buffer has priorities"""
+        found = []
+        for agent in self.agents:
+            snapshots = self.comparison.of("snapshots", self.env_id, agent)
+            if snapshots["priority_q50"].notna().any():
+                found.append(agent)
+        return found
+
+
+def file_name(env_id: str, kind: str) -> str:
+    """
+    :param env_id: of the environment
+    :param kind: of the picture
+    :return: of its file
+    """
+    return f"{env_id.rpartition(':')[2].replace('/', '-')}-{kind}.png"
+
+
+# Curves with intervals
+
+
+def _curves(
+    view: View, table: pd.DataFrame, values: Callable[[pd.DataFrame], Any], points: int | None
+) -> Iterator[tuple[str, FloatArray, FloatArray, Any, Any]]:
+    """
+    :param view: of an environment
+    :param table: with the columns ``agent``, ``seed`` and ``steps``
+    :param values: makes a value of each row of a run
+    :param points: of each curve; None for one at each of the steps, where all runs have the same
+    :return: for each agent: its name, points, interquartile mean, lower and upper end of its
+        interval there
+    """
+    for agent in view.agents:
+        runs = [run for _, run in table[table["agent"] == agent].groupby("seed")]
+        if not runs:
+            continue
+        start = max(float(run["steps"].iloc[0]) for run in runs)
+        if points is None:
+            grid = np.unique(np.concatenate([run["steps"].to_numpy() for run in runs]))
+            grid = grid[grid >= start]
+        else:
+            grid = np.unique(np.linspace(start, max(view.budget, start), points).round())
+        curves = np.array([at_steps(run["steps"], values(run), grid) for run in runs])
+        low, high = bootstrap_interval(
+            [curves], interquartile_mean, n_resamples=RESAMPLES_OF_CURVES
+        )
+        yield agent, grid, interquartile_mean(curves), low, high
+
+
+def _draw_curve(
+    axes: Axes, view: View, agent: str, grid: FloatArray, middle: Any, low: Any, high: Any
+) -> None:
+    n_runs = view.n_runs(agent)
+    label = f"{view.label(agent)} ({n_runs} run{'s' if n_runs > 1 else ''})"
+    axes.plot(grid, middle, color=view.colors[agent], label=label)
+    axes.fill_between(grid, low, high, color=view.colors[agent], alpha=0.2, linewidth=0)
+
+
+def _reward_curves(view: View) -> Picture:
+    window = view.comparison.window
+    made, ((left, right),) = figure(1, 2, 5.2, 4.0)
+    episodes = view.comparison.of("episodes", view.env_id)
+    for curve in _curves(view, episodes, lambda run: moving_average(run["reward"], window), POINTS):
+        _draw_curve(left, view, *curve)
+    evaluations = view.comparison.of("evaluations", view.env_id)
+    means = evaluations.groupby(["agent", "seed", "steps"], as_index=False)["return"].mean()
+    for curve in _curves(view, means, lambda run: run["return"], None):
+        _draw_curve(right, view, *curve)
+    left.set_title("while training, with exploration")
+    left.set_ylabel(f"episode reward (mean of the last {window})")
+    right.set_title("greedy evaluation")
+    n_episodes = view.comparison.settings["run"]["eval_episodes"]
+    right.set_ylabel(f"return (mean of {n_episodes} episodes)")
+    threshold = view.comparison.threshold(view.env_id)
+    for axes in (left, right):
+        steps_axis(axes)
+        if threshold is not None:
+            axes.axhline(threshold, color="black", linestyle=":", linewidth=1.2, label="threshold")
+    low = min(axes.get_ylim()[0] for axes in (left, right))
+    high = max(axes.get_ylim()[1] for axes in (left, right))
+    for axes in (left, right):
+        axes.set_ylim(low, high)
+    _legend_below(made, right)
+    made.suptitle(f"{view.name}: reward while learning")
+    return Picture(
+        "rewards",
+        view.env_id,
+        "Reward while learning",
+        "Lines: interquartile mean over the runs. Bands: its 95 % bootstrap interval; where they "
+        "overlap widely, the runs don't tell the agents apart.",
+        f"Episode reward and greedy return of {_listed(view)} on {view.name} by environment steps.",
+        made,
+    )
+
+
+def _td_error_curve(view: View) -> Picture | None:
+    snapshots = view.comparison.of("snapshots", view.env_id)
+    snapshots = snapshots[snapshots["reason"] == "freq"]
+    if snapshots.empty:
+        return None
+    made, ((axes,),) = figure(1, 1, 6.4, 4.0)
+    for curve in _curves(view, snapshots, lambda run: run["td_error_mean"], None):
+        _draw_curve(axes, view, *curve)
+    _log_scale(axes)
+    axes.set_ylabel("mean |TD error| (units of return)")
+    axes.set_title(f"{view.name}: TD error of what is stored")
+    steps_axis(axes)
+    _legend_below(made, axes)
+    return Picture(
+        "td-error",
+        view.env_id,
+        "Average TD error in the buffer",
+        "Mean absolute TD error over the transitions in the replay buffer, under the networks of "
+        "that moment. Errors are in units of return and grow with it: lower means that the values "
+        "fit what is stored, not that the agent acts better.",
+        f"Mean absolute TD error in the replay buffer of {_listed(view)} on {view.name} by steps.",
+        made,
+    )
+
+
+# Distributions at stages
+
+
+def _stage_title(view: View, stage: int, agents: Sequence[str]) -> str:
+    if stage == 0:
+        return "start of learning"
+    name = f"{stage} episodes"
+    counts = [view.at_stage(agent, stage)["seed"].nunique() for agent in agents]
+    n_runs = [view.n_runs(agent) for agent in agents]
+    if counts != n_runs:
+        name += f" ({sum(counts)} of {sum(n_runs)} runs)"
+    return name
+
+
+def _nothing(axes: Axes) -> None:
+    axes.set(xticks=[], yticks=[])
+    axes.text(0.5, 0.5, "no run got this far", ha="center", va="center", transform=axes.transAxes)
+    axes.grid(visible=False)
+    axes.spines[:].set_visible(False)
+
+
+def _log_bins(values: FloatArray, n: int = 40) -> FloatArray:
+    """
+    :param values: of which those above 0 decide
+    :param n: number of bins
+    :return: edges at equal ratios, shape ``(n + 1,)``
+    """
+    positive = values[values > 0]
+    if not positive.size:
+        positive = np.ones(1)
+    low, high = np.quantile(positive, [0.001, 1.0])
+    if high < 2 * low:
+        # Practically all the same
+        low, high = low / 2, high * 2
+    edges: FloatArray = np.geomspace(low, high * 1.0001, n + 1)
+    return edges
+
+
+def _shares(axes: Axes, values: Any, edges: FloatArray, counts: Any = None, **look: Any) -> None:
+    """
+    Draw a histogram of shares; what lies outside the edges counts in the first or last bin.
+
+    :param axes: to draw on
+    :param values: shape ``(n,)``
+    :param edges: of the bins
+    :param counts: how often each value counts, shape ``(n,)``; once by default
+    :param look: keywords of ``Axes.stairs``
+    """
+    values = np.clip(np.asarray(values, dtype=np.float64), edges[0], edges[-1])
+    heights, _ = np.histogram(values, edges, weights=counts)
+    axes.stairs(heights / max(heights.sum(), 1), edges, **look)
+
+
+def _td_error_stages(view: View) -> Picture | None:
+    stages = view.stages
+    if not stages:
+        return None
+    made, (row,) = figure(1, len(stages), 3.1, 3.6)
+    pooled = view.comparison.of("transitions", view.env_id)["td_error"]
+    if pooled.empty:
+        return None
+    edges = _log_bins(np.abs(pooled.to_numpy()))
+    for axes, stage in zip(row, stages, strict=True):
+        drawn = 0
+        for agent in view.agents:
+            rows = view.at_stage(agent, stage)
+            if len(rows):
+                color, label = view.colors[agent], view.label(agent)
+                errors = rows["td_error"].abs()
+                if len(view.agents) <= 2:
+                    _shares(axes, errors, edges, color=color, fill=True, alpha=0.2)
+                _shares(axes, errors, edges, color=color, label=label, linewidth=1.6)
+                drawn += 1
+        axes.set_title(_stage_title(view, stage, view.agents))
+        if not drawn:
+            _nothing(axes)
+            continue
+        axes.set_xscale("log")
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+        axes.set_xlabel("|TD error| (units of return)")
+    row[0].set_ylabel("share of stored transitions")
+    _legend_below(made, row[0])
+    made.suptitle(f"{view.name}: TD errors of what is stored")
+    return Picture(
+        "td-error-stages",
+        view.env_id,
+        "TD errors in the buffer at several stages",
+        "Absolute TD errors of the stored transitions, those of all runs together, on a "
+        "logarithmic axis: a shift to the left by one mark is ten times less. The few below the "
+        "axis count in its first bin.",
+        f"Distributions of TD errors in the buffer of {_listed(view)} on {view.name} after "
+        f"{_numbers(stages)} episodes.",
+        made,
+    )
+
+
+def _sampled_priorities(view: View) -> Picture | None:
+    agents, stages = view.prioritized(), view.stages
+    if not agents or not stages:
+        return None
+    made, rows = figure(len(agents), len(stages), 3.1, 3.1)
+    for row, agent in zip(rows, agents, strict=True):
+        all_stages = view.comparison.of("transitions", view.env_id, agent)["priority"].to_numpy()
+        edges = _log_bins(all_stages)
+        for axes, stage in zip(row, stages, strict=True):
+            found = view.at_stage(agent, stage)
+            title = _stage_title(view, stage, [agent])
+            axes.set_title(f"{view.label(agent)}\n{title}" if len(agents) > 1 else title)
+            if found.empty:
+                _nothing(axes)
+                continue
+            _shares(axes, found["priority"], edges, color=STORED, label="stored", linewidth=1.6)
+            _shares(
+                axes,
+                found["priority"],
+                edges,
+                counts=found["n_drawn"],
+                color=view.colors[agent],
+                fill=True,
+                alpha=0.55,
+                label="replayed",
+            )
+            axes.set_xscale("log")
+            axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+            axes.set_xlabel(view.priority_label())
+        row[0].set_ylabel("share of transitions")
+        row[0].legend(loc="upper left")
+    made.suptitle(f"{view.name}: priorities of what is replayed")
+    return Picture(
+        "sampled-priorities",
+        view.env_id,
+        "Priorities of what is replayed",
+        "Filled: priorities of the transitions that are drawn. Line: of all that are stored. A "
+        "transition is drawn in proportion to its priority, so the filled ones lie further right. "
+        "At the start of learning, all priorities are 1.",
+        f"Histograms of replayed and stored priorities on {view.name} after {_numbers(stages)} "
+        "episodes.",
+        made,
+    )
+
+
+# Distributions along training
+
+
+def _bands(view: View, prefix: str, label: str, title: str, is_log: bool) -> Figure | None:
+    """
+    :param view: of an environment
+    :param prefix: of the columns of quantiles
+    :param label: of the y axis
+    :param title: of the figure
+    :param is_log: whether the y axis is logarithmic
+    :return: median and bands of each prioritized agent by steps; None without one
+    """
+    agents = view.prioritized()
+    along = view.comparison.of("snapshots", view.env_id)
+    along = along[along["reason"] == "freq"]
+    if not agents or along.empty:
+        return None
+    made, every = panels(len(agents), 5.6, 3.7)
+    for axes, agent in zip(every, agents, strict=True):
+        snapshots = along[along["agent"] == agent]
+        names = [f"{prefix}_q{percent:02}" for percent in (5, 25, 50, 75, 95)]
+        means = snapshots.groupby("steps")[names].mean()
+        steps, color = means.index.to_numpy(), view.colors[agent]
+        for low, high, alpha, text in (
+            (0, 4, 0.15, "90 % of them"),
+            (1, 3, 0.35, "50 % of them"),
+        ):
+            axes.fill_between(
+                steps,
+                means[names[low]].to_numpy(),
+                means[names[high]].to_numpy(),
+                color=color,
+                alpha=alpha,
+                linewidth=0,
+                label=text,
+            )
+        axes.plot(steps, means[names[2]].to_numpy(), color=color, label="median")
+        if is_log:
+            _log_scale(axes)
+        else:
+            axes.set_ylim(0, 1.05)
+        axes.set_ylabel(label)
+        axes.set_title(view.label(agent))
+        steps_axis(axes)
+        axes.legend(loc="best")
+    made.suptitle(f"{view.name}: {title}")
+    return made
+
+
+def _stored_priorities(view: View) -> Picture | None:
+    made = _bands(view, "priority", view.priority_label(), "stored priorities", is_log=True)
+    if made is None:
+        return None
+    return Picture(
+        "priorities",
+        view.env_id,
+        "Stored priorities as learning goes on",
+        "Quantiles of the priorities in the buffer, each averaged over the runs. New transitions "
+        "come in with the largest priority there is, and fall when they are replayed.",
+        f"Bands of the stored priorities on {view.name} by environment steps.",
+        made,
+    )
+
+
+def _weights(view: View) -> Picture | None:
+    made = _bands(
+        view,
+        "weight",
+        "importance-sampling weight",
+        "weights in the loss of what is replayed",
+        is_log=False,
+    )
+    if made is None:
+        return None
+    return Picture(
+        "weights",
+        view.env_id,
+        "Importance-sampling weights over training",
+        "Quantiles of the weights that replayed transitions have in the loss, each averaged over "
+        "the runs; 1 is the largest of its batch. The lower they are, the more of the bias is "
+        "undone, and the less of a batch counts. As beta goes to 1, the spread grows.",
+        f"Bands of the importance-sampling weights on {view.name} by environment steps.",
+        made,
+    )
+
+
+# Threshold
+
+
+def _threshold(view: View) -> Picture | None:
+    threshold = view.comparison.threshold(view.env_id)
+    if threshold is None:
+        return None
+    made, ((left, right),) = figure(1, 2, 5.2, 3.9)
+    n_agents = len(view.agents)
+    for number, agent in enumerate(view.agents):
+        times = view.comparison.times(view.env_id, agent)
+        reached = np.array([time.reached for time in times])
+        color = view.colors[agent]
+        label = f"{view.label(agent)} ({reached.sum()} of {len(times)} runs got there)"
+        for axes, unit in ((left, "episodes"), (right, "steps")):
+            values = np.array([getattr(time, unit) for time in times], dtype=np.float64)
+            when, share, _, _ = share_reached(values, reached)
+            axes.step(
+                [0, *when],
+                [0, *share],
+                where="post",
+                color=color,
+                label=label,
+                # The later on top of the earlier, and thinner, so that equal curves both show
+                linewidth=1.6 + min(1.2, 2.4 / n_agents) * (n_agents - 1 - number),
+            )
+            # Each run, too: below the axis, so that none hides behind a curve
+            height = -0.06 - 0.07 * number
+            axes.scatter(values[reached], np.full(reached.sum(), height), s=22, color=color)
+            axes.scatter(
+                values[~reached],
+                np.full((~reached).sum(), height),
+                s=24,
+                marker="x",
+                color=color,
+                linewidths=1.3,
+            )
+    for axes, label in (
+        (left, "episodes until the threshold"),
+        (right, "environment steps until the threshold"),
+    ):
+        steps_axis(axes, label)
+        axes.set_ylim(-0.06 - 0.07 * n_agents, 1.05)
+        axes.set_yticks([0, 0.25, 0.5, 0.75, 1.0])
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        axes.axhline(0, color="black", linewidth=0.8)
+        axes.axhline(0.5, color="black", linestyle=":", linewidth=1.0)
+    right.set_xlim(0, view.budget * 1.03)
+    left.set_ylabel("share of runs that got there")
+    _legend_below(made, left)
+    made.suptitle(
+        f"{view.name}: mean reward of {view.comparison.window} episodes at {threshold:g} or more"
+    )
+    return Picture(
+        "threshold",
+        view.env_id,
+        "Episodes and steps to threshold",
+        "Kaplan-Meier curves: the further left, the sooner. Below them, dots are runs that got "
+        "there, crosses runs that ended without, at their end. The dotted line is the median.",
+        f"Share of the runs of {_listed(view)} on {view.name} that got to the threshold, by "
+        "episodes and by environment steps.",
+        made,
+    )
+
+
+# The gridworld itself
+
+
+def _places(view: View) -> Picture | None:
+    snapshots = view.comparison.of("snapshots", view.env_id)
+    n_cells = int(snapshots["n_cells"].max()) if len(snapshots) else 0
+    stages = view.stages
+    if not 0 < n_cells <= MOST_CELLS or not stages:
+        return None
+    shares = {
+        (agent, stage): _place_shares(view.at_stage(agent, stage), n_cells)
+        for agent in view.agents
+        for stage in stages
+    }
+    top = max((found.max() for found in shares.values() if found is not None), default=1.0)
+    is_corridor = view.name.startswith("GridWorld")
+    # Two agents beside each other, and others below them
+    pairs = [view.agents[at : at + 2] for at in range(0, len(view.agents), 2)]
+    places = [(stage, pair) for pair in pairs for stage in stages]
+    made, rows = figure(len(places), len(pairs[0]), min(0.5 * n_cells + 1.0, 9.0), 1.55)
+    for row, (stage, pair) in zip(rows, places, strict=True):
+        for axes in row[len(pair) :]:
+            axes.set_visible(False)
+        for axes, agent in zip(row, pair, strict=False):
+            title = _stage_title(view, stage, [agent])
+            axes.set_title(f"{view.label(agent)}: {title}", color=view.colors[agent])
+            if stage == stages[-1]:
+                axes.set_xlabel("cell of the corridor" if is_corridor else "state")
+            found = shares[agent, stage]
+            if found is None:
+                _nothing(axes)
+                continue
+            _draw_strip(axes, found, agent_map(view.colors[agent]), top)
+            if is_corridor:
+                # The goal ends the episode: nothing is ever stored from there
+                goal = Rectangle((n_cells - 1, 0), 1, 2, facecolor="#EEEEEE", edgecolor="#555555")
+                axes.add_patch(goal)
+                axes.text(n_cells - 0.5, 1.0, "goal", ha="center", va="center", fontsize=8.5)
+    made.suptitle(f"{view.name}: where replayed transitions start")
+    return Picture(
+        "places",
+        view.env_id,
+        "Where replayed transitions come from",
+        "Each row of cells is the environment, the darker the larger the share of the "
+        "transitions that start there: above what is replayed, below what is stored. Uniform "
+        "replay draws what is stored; prioritized replay draws where the errors are.",
+        f"Shares of replayed and of stored transitions by place in {view.name}, for "
+        f"{_listed(view)}.",
+        made,
+    )
+
+
+def _place_shares(rows: pd.DataFrame, n_cells: int) -> FloatArray | None:
+    """
+    :param rows: transitions looked at
+    :param n_cells: number of places
+    :return: share of the draws and of what is stored by place, shape ``(2, n_cells)``; None
+        without transitions
+    """
+    if rows.empty:
+        return None
+    cells = rows["cell"].to_numpy()
+    drawn = np.bincount(cells, rows["n_drawn"].to_numpy(), minlength=n_cells)
+    stored = np.bincount(cells, minlength=n_cells)
+    return np.array([drawn / max(drawn.sum(), 1), stored / stored.sum()])
+
+
+def _draw_strip(axes: Axes, shares: FloatArray, colors: Any, top: float) -> None:
+    n_cells = shares.shape[1]
+    axes.grid(visible=False)
+    axes.pcolormesh(
+        np.arange(n_cells + 1),
+        np.arange(3),
+        shares[::-1],
+        cmap=colors,
+        vmin=0.0,
+        vmax=top,
+        edgecolors="#555555",
+        linewidth=0.6,
+    )
+    axes.set_yticks([0.5, 1.5], ["stored", "replayed"])
+    axes.tick_params(length=0)
+    every = max(1, n_cells // 16)
+    axes.set_xticks(np.arange(0, n_cells, every) + 0.5, [str(n) for n in range(0, n_cells, every)])
+    axes.spines[:].set_visible(False)
+    if n_cells > MOST_WRITTEN_CELLS:
+        return
+    for (row, cell), share in np.ndenumerate(shares[::-1]):
+        if share > 0.0:
+            axes.text(
+                cell + 0.5,
+                row + 0.5,
+                f"{share:.0%}" if share >= 0.005 else "<1%",
+                ha="center",
+                va="center",
+                fontsize=8,
+                color="black" if luminance(colors(share / top)) > 0.55 else "white",
+            )
+
+
+# All of them
+
+
+def _log_scale(axes: Axes) -> None:
+    """:param axes: with everything on it; without anything above 0, they stay as they are"""
+    if not np.isfinite(axes.dataLim.minposy):
+        return
+    axes.set_yscale("log")
+    plain = FuncFormatter(lambda value, _: f"{value:g}")
+    axes.yaxis.set_major_formatter(plain)
+    low, high = axes.get_ylim()
+    # Within one power of ten, the marks between are all there are
+    axes.yaxis.set_minor_formatter(plain if high < 10 * low else NullFormatter())
+
+
+def _legend_below(made: Figure, axes: Axes) -> None:
+    """
+    :param made: gets a legend that hides nothing
+    :param axes: whose labels are in it
+    """
+    handles, labels = axes.get_legend_handles_labels()
+    # About 12 letters an inch, and what a handle takes
+    letters = max(len(label) for label in labels) + 7
+    n_columns = max(1, min(len(labels), int(made.get_figwidth() * 12) // letters))
+    made.legend(handles, labels, loc="outside lower center", ncols=n_columns)
+
+
+def _numbers(values: Sequence[int]) -> str:
+    *first, last = [str(value) for value in values]
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def _listed(view: View) -> str:
+    *first, last = [view.label(agent) for agent in view.agents]
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+#: By kind, in the order of the report; each gives None where it does not apply
+PICTURES: dict[str, Callable[[View], Picture | None]] = {
+    "rewards": _reward_curves,
+    "threshold": _threshold,
+    "td-error": _td_error_curve,
+    "td-error-stages": _td_error_stages,
+    "sampled-priorities": _sampled_priorities,
+    "priorities": _stored_priorities,
+    "weights": _weights,
+    "places": _places,
+}
+
+
+def draw(comparison: Comparison, folder: Path) -> list[tuple[Picture, Path]]:
+    """
+    Draw all pictures of a comparison.
+
+    :param comparison: with at least one finished run
+    :param folder: where the files go; what is there under their names is replaced
+    :return: the pictures, by environment, with their files
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn = []
+    with style():
+        for env_id in comparison.env_ids:
+            view = View(comparison, env_id)
+            for kind, make in PICTURES.items():
+                path = folder / file_name(env_id, kind)
+                picture = make(view)
+                if picture is None:
+                    # Of before
+                    path.unlink(missing_ok=True)
+                    continue
+                picture.figure.savefig(path)
+                drawn.append((picture, path))
+    return drawn

@@ -1,0 +1,900 @@
+"""
+The loops under :class:`~sb3_per.trees.rank_tree.RankTree`, compiled by numba.
+
+A leaf above zero is *ranked*: it has an entry, one signed 64-bit integer whose high bits are the
+complement of the priority's leading bits and whose low ``shift`` bits are the number of the leaf.
+Entries in ascending order are therefore leaves in the order of their ranks, ties by leaf number,
+and one comparison of integers decides. Entries lie in a tree of three floors:
+
+* *blocks* of up to ``BLOCK`` entries, sorted, the rest padded with ``LAST``;
+* *nodes* of up to ``FANOUT`` children, which are blocks, each child with a separator and a count;
+* one *top* list of all nodes, likewise with separators and counts.
+
+A separator is the largest entry that may lie below a child: it is at least the child's last entry
+and less than the first one of the next child. That of the last child is ``LAST``.
+
+Blocks split when they are full and go when they are empty; they never merge. When no block is left
+for a split, everything is laid out anew, three quarters full. That needs many splits before it
+happens again, so that it adds little to the cost of an insertion, on average.
+
+In the arrays, ``keys`` has the blocks first, then the separators of the nodes, then those of the
+top. A *slot* is a place for a child: ``FANOUT`` in each node, then one for each node in the top.
+Indices in the innermost loops are unsigned: numba guards every signed index against being negative.
+No input is checked here; that is the tree's part.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from sb3_per.trees.sum_kernels import FloatArray, IntArray, compile_kernel
+
+ShortArray = npt.NDArray[np.int32]
+Integer = int | np.int64
+
+BLOCK = 64
+FANOUT = 64
+#: Entries in a line of the cache
+LINE = 8
+#: How full blocks and nodes are when all is laid out anew
+FILLED_BLOCK = BLOCK * 3 // 4
+FILLED_NODE = FANOUT * 3 // 4
+#: Pads blocks, and stands above every entry
+LAST = 2**63 - 1
+
+# Places in `head`
+N_RANKED = 0
+N_TOP = 1
+N_FREE_BLOCKS = 2
+N_FREE_NODES = 3
+#: Leaves of the first and of the last rank
+FIRST_LEAF = 4
+LAST_LEAF = 5
+HEAD_SIZE = 6
+
+_U0 = np.uint64(0)
+_U1 = np.uint64(1)
+_BLOCK = np.uint64(BLOCK)
+_FANOUT = np.uint64(FANOUT)
+# Bits of a leaf that waits for its new priority: no number that is not negative has them
+_PENDING = -1
+
+
+class Ranks(NamedTuple):
+    """The arrays of one tree with ``b`` blocks and ``v`` nodes, used and unused ones."""
+
+    leaves: FloatArray  # [capacity], priorities in order
+    keys: IntArray  # [b * BLOCK + v * FANOUT + v], entries of blocks, then separators
+    kids: ShortArray  # [v * FANOUT + v], by slot: the block or node below it
+    counts: ShortArray  # [v * FANOUT + v], by slot: how many entries are below it
+    sizes: ShortArray  # [v], children of each node
+    free_blocks: ShortArray  # [b], the unused ones first
+    free_nodes: ShortArray  # [v], the unused ones first
+    head: IntArray  # [HEAD_SIZE]
+
+
+@compile_kernel
+def entry_of(bits: Integer, leaf: Integer, shift: Integer) -> Integer:
+    """
+    :param bits: of a priority above zero, as an integer
+    :param leaf: its number
+    :param shift: how many bits a leaf number may need
+    :return: the entry: smaller for a larger priority, and then for a smaller leaf number
+    """
+    return (((LAST >> shift) - 1 - (bits >> shift)) << shift) | leaf
+
+
+# --- searching ---
+
+
+@compile_kernel
+def _lower(keys: IntArray, start: Integer, n: Integer, entry: Integer) -> Integer:
+    """
+    :param start: where some separators begin
+    :param n: how many there are; the last one is not below ``entry``
+    :return: place of the first one that is not below ``entry``, counted from ``start``
+    """
+    low = np.uint64(start)
+    left = np.uint64(n)
+    while left > _U1:
+        half = left >> _U1
+        low += half * np.uint64(keys[low + half - _U1] < entry)
+        left -= half
+    return np.int64(low) - start
+
+
+@compile_kernel
+def _count_below(keys: IntArray, start: Integer, entry: Integer) -> Integer:
+    """
+    :param start: where a block begins
+    :return: how many of its entries are less than ``entry``
+    """
+    first = np.uint64(start)
+    n = _U0
+    # Always the whole block: no branch to be predicted, and a loop that becomes a few instructions
+    for i in range(BLOCK):
+        n += np.uint64(keys[first + np.uint64(i)] < entry)
+    return np.int64(n)
+
+
+@compile_kernel
+def _find(tree: Ranks, entry: Integer) -> tuple[Integer, Integer]:
+    """
+    Find where an entry belongs.
+
+    :return: slot in the top, slot in the node below it
+    """
+    n_nodes = tree.sizes.shape[0]
+    top_slot = n_nodes * FANOUT
+    node_keys = tree.free_blocks.shape[0] * BLOCK
+    top = top_slot + _lower(tree.keys, node_keys + top_slot, tree.head[N_TOP], entry)
+    node = np.int64(tree.kids[top])
+    slot = node * FANOUT
+    slot += _lower(tree.keys, node_keys + slot, tree.sizes[node], entry)
+    return top, slot
+
+
+@compile_kernel
+def _belongs(tree: Ranks, top: Integer, slot: Integer, entry: Integer) -> bool:
+    """
+    Check whether an entry still belongs where it did before slots have changed.
+
+    :param top: slot in the top, which may be another node's by now
+    :param slot: slot in the node that was there
+    :return: whether it does
+    """
+    keys = tree.keys
+    first_top = tree.sizes.shape[0] * FANOUT
+    node = slot // FANOUT
+    if top >= first_top + tree.head[N_TOP] or tree.kids[top] != node:
+        return False
+    if slot >= node * FANOUT + tree.sizes[node]:
+        return False
+    node_keys = tree.free_blocks.shape[0] * BLOCK
+    if keys[node_keys + slot] < entry:
+        return False
+    if slot > node * FANOUT:
+        return bool(keys[node_keys + slot - 1] < entry)
+    return bool(top == first_top or keys[node_keys + top - 1] < entry)
+
+
+@compile_kernel
+def _find_all(tree: Ranks, entries: IntArray, n: int, tops: IntArray, slots: IntArray) -> Integer:
+    """
+    :func:`_find` for many entries, all one step further at a time, so that their memory accesses
+    overlap. Counts and blocks are then read, one number of each line of the cache, for the same
+    reason: whoever changes them next finds them at hand.
+
+    :param entries: the first ``n`` count
+    :param tops: receives slots in the top
+    :param slots: receives slots in nodes
+    :return: nothing of interest, but the compiler must not know
+    """
+    n_nodes = tree.sizes.shape[0]
+    keys = tree.keys
+    node_keys = np.uint64(tree.free_blocks.shape[0] * BLOCK)
+    top_slot = np.uint64(n_nodes * FANOUT)
+    for j in range(n):
+        tops[j] = top_slot
+    left = np.uint64(tree.head[N_TOP])
+    while left > _U1:
+        half = left >> _U1
+        for j in range(n):
+            at = np.uint64(tops[j])
+            key = keys[node_keys + at + half - _U1]
+            tops[j] = at + half * np.uint64(key < entries[j])
+        left -= half
+    for j in range(n):
+        slots[j] = np.uint64(tree.kids[np.uint64(tops[j])]) * _FANOUT
+    # Beyond the children of a node, separators are LAST
+    left = _FANOUT
+    while left > _U1:
+        half = left >> _U1
+        for j in range(n):
+            at = np.uint64(slots[j])
+            key = keys[node_keys + at + half - _U1]
+            slots[j] = at + half * np.uint64(key < entries[j])
+        left -= half
+    touched: Integer = 0
+    for j in range(n):
+        block = np.int64(tree.kids[np.uint64(slots[j])])
+        touched ^= np.int64(tree.counts[np.uint64(slots[j])])
+        start = np.uint64(block * BLOCK)
+        for i in range(0, BLOCK, LINE):
+            touched ^= keys[start + np.uint64(i)]
+    return touched
+
+
+# --- layout ---
+
+
+@compile_kernel
+def pack(tree: Ranks, entries: IntArray) -> None:
+    """
+    Lay out all entries anew, evenly.
+
+    :param entries: all of them, sorted
+    """
+    keys = tree.keys
+    n_nodes = tree.sizes.shape[0]
+    node_keys = tree.free_blocks.shape[0] * BLOCK
+    n = entries.shape[0]
+    n_blocks = max(1, -(-n // FILLED_BLOCK))
+    n_top = -(-n_blocks // FILLED_NODE)
+    tree.head[N_RANKED] = n
+    tree.head[N_TOP] = n_top
+    n_free = tree.free_blocks.shape[0] - n_blocks
+    for i in range(n_free):
+        tree.free_blocks[i] = n_blocks + n_free - 1 - i
+    tree.head[N_FREE_BLOCKS] = n_free
+    n_free = n_nodes - n_top
+    for i in range(n_free):
+        tree.free_nodes[i] = n_top + n_free - 1 - i
+    tree.head[N_FREE_NODES] = n_free
+    for i in range(node_keys, keys.shape[0]):
+        keys[i] = LAST
+    for node in range(n_top):
+        slot = node * FANOUT
+        first = n_blocks * node // n_top
+        end = n_blocks * (node + 1) // n_top
+        for block in range(first, end):
+            begin = n * block // n_blocks
+            count = n * (block + 1) // n_blocks - begin
+            for i in range(BLOCK):
+                keys[block * BLOCK + i] = entries[begin + i] if i < count else LAST
+            if block < n_blocks - 1:
+                keys[node_keys + slot] = entries[begin + count - 1]
+            tree.kids[slot] = block
+            tree.counts[slot] = count
+            slot += 1
+        tree.sizes[node] = end - first
+        top = n_nodes * FANOUT + node
+        tree.kids[top] = node
+        tree.counts[top] = n * end // n_blocks - n * first // n_blocks
+        keys[node_keys + top] = keys[node_keys + slot - 1]
+
+
+@compile_kernel
+def entries_in_order(tree: Ranks) -> IntArray:
+    """
+    Read all blocks.
+
+    :return: all entries, shape ``(n_ranked,)``, ascending
+    """
+    entries = np.empty(tree.head[N_RANKED], np.int64)
+    n = 0
+    top = tree.sizes.shape[0] * FANOUT
+    for t in range(tree.head[N_TOP]):
+        node = np.int64(tree.kids[top + t])
+        for slot in range(node * FANOUT, node * FANOUT + tree.sizes[node]):
+            start = np.int64(tree.kids[slot]) * BLOCK
+            for i in range(start, start + tree.counts[slot]):
+                entries[n] = tree.keys[i]
+                n += 1
+    return entries
+
+
+# --- taking out ---
+
+
+@compile_kernel
+def _drop_slot(tree: Ranks, slot: Integer, end: Integer) -> None:
+    """
+    Take a child out of its list; what its separator allowed goes to the next child, or to the one
+    before if it is the last.
+
+    :param slot: of the child
+    :param end: one past the last slot of the list, which has more than one
+    """
+    node_keys = tree.free_blocks.shape[0] * BLOCK
+    if slot == end - 1:
+        tree.keys[node_keys + slot - 1] = tree.keys[node_keys + slot]
+    for i in range(slot, end - 1):
+        tree.keys[node_keys + i] = tree.keys[node_keys + i + 1]
+        tree.kids[i] = tree.kids[i + 1]
+        tree.counts[i] = tree.counts[i + 1]
+    tree.keys[node_keys + end - 1] = LAST
+
+
+@compile_kernel
+def _free_block(tree: Ranks, top: Integer, slot: Integer) -> None:
+    """
+    Take out a block without entries, and its node if that has no other.
+
+    :param top: slot of the node
+    :param slot: of the block
+    """
+    head = tree.head
+    tree.free_blocks[head[N_FREE_BLOCKS]] = tree.kids[slot]
+    head[N_FREE_BLOCKS] += 1
+    node = np.int64(tree.kids[top])
+    size = np.int64(tree.sizes[node])
+    if size > 1:
+        _drop_slot(tree, slot, node * FANOUT + size)
+        tree.sizes[node] = size - 1
+        return
+    tree.free_nodes[head[N_FREE_NODES]] = node
+    head[N_FREE_NODES] += 1
+    end = tree.sizes.shape[0] * FANOUT + head[N_TOP]
+    _drop_slot(tree, top, end)
+    head[N_TOP] -= 1
+    if top == end - 1:
+        # The last block of the node before takes what is allowed now
+        before = np.int64(tree.kids[top - 1])
+        slot = before * FANOUT + tree.sizes[before] - 1
+        tree.keys[tree.free_blocks.shape[0] * BLOCK + slot] = LAST
+
+
+@compile_kernel
+def _remove_all(tree: Ranks, entries: IntArray, n: int) -> None:
+    """
+    Take out entries.
+
+    What happens to each is written down here and not in a function of its own, which would get
+    all the arrays handed over each time.
+
+    :param entries: the first ``n`` count
+    """
+    keys, kids, counts, head = tree.keys, tree.kids, tree.counts, tree.head
+    tops = np.empty(n, np.int64)
+    slots = np.empty(n, np.int64)
+    _find_all(tree, entries, n, tops, slots)
+    changed = False
+    for j in range(n):
+        top, slot = tops[j], slots[j]
+        if changed and not _belongs(tree, top, slot, entries[j]):
+            top, slot = _find(tree, entries[j])
+        start = np.int64(kids[slot]) * BLOCK
+        first = np.uint64(start)
+        for i in range(_count_below(keys, start, entries[j]), BLOCK - 1):
+            at = first + np.uint64(i)
+            keys[at] = keys[at + _U1]
+        keys[start + BLOCK - 1] = LAST
+        counts[slot] -= 1
+        counts[top] -= 1
+        head[N_RANKED] -= 1
+        # The last block of all stays, so that there is always one to insert into
+        if counts[slot] == 0 and head[N_RANKED] > 0:
+            _free_block(tree, top, slot)
+            changed = True
+
+
+# --- putting in ---
+
+
+@compile_kernel
+def _make_room(tree: Ranks, slot: Integer, end: Integer) -> None:
+    """
+    Move the children behind a slot one further and copy its own separator to the place that gets
+    free.
+
+    :param slot: the new place will be behind it
+    :param end: one past the last slot of the list, which is not full
+    """
+    node_keys = tree.free_blocks.shape[0] * BLOCK
+    for i in range(end, slot + 1, -1):
+        tree.keys[node_keys + i] = tree.keys[node_keys + i - 1]
+        tree.kids[i] = tree.kids[i - 1]
+        tree.counts[i] = tree.counts[i - 1]
+    tree.keys[node_keys + slot + 1] = tree.keys[node_keys + slot]
+
+
+@compile_kernel
+def _split_node(tree: Ranks, top: Integer) -> None:
+    """
+    Move half of the children of a full node to a new one behind it.
+
+    :param top: slot of the node
+    """
+    head = tree.head
+    node_keys = tree.free_blocks.shape[0] * BLOCK
+    node = np.int64(tree.kids[top])
+    head[N_FREE_NODES] -= 1
+    new = np.int64(tree.free_nodes[head[N_FREE_NODES]])
+    half = FANOUT // 2
+    moved = 0
+    for i in range(FANOUT):
+        to = new * FANOUT + i
+        if i >= half:
+            tree.keys[node_keys + to] = LAST
+            continue
+        slot = node * FANOUT + half + i
+        tree.keys[node_keys + to] = tree.keys[node_keys + slot]
+        tree.keys[node_keys + slot] = LAST
+        tree.kids[to] = tree.kids[slot]
+        tree.counts[to] = tree.counts[slot]
+        moved += tree.counts[slot]
+    tree.sizes[node] = half
+    tree.sizes[new] = half
+    _make_room(tree, top, tree.sizes.shape[0] * FANOUT + head[N_TOP])
+    head[N_TOP] += 1
+    tree.keys[node_keys + top] = tree.keys[node_keys + node * FANOUT + half - 1]
+    tree.counts[top] -= moved
+    tree.kids[top + 1] = new
+    tree.counts[top + 1] = moved
+
+
+@compile_kernel
+def _split_block(tree: Ranks, top: Integer, slot: Integer, place: Integer) -> None:
+    """
+    Move the end of a full block to a new one behind it. Where entries come in order, one block
+    stays full and the other takes all that may lie between the two: so none is left half empty.
+
+    :param top: slot of its node, which is not full
+    :param slot: of the block
+    :param place: where in the block the next entry will go
+    """
+    keys = tree.keys
+    head = tree.head
+    node = np.int64(tree.kids[top])
+    old = np.int64(tree.kids[slot]) * BLOCK
+    head[N_FREE_BLOCKS] -= 1
+    new_block = tree.free_blocks[head[N_FREE_BLOCKS]]
+    new = np.int64(new_block) * BLOCK
+    keep = BLOCK // 2
+    if place == 0:
+        keep = 0
+    elif place == BLOCK:
+        keep = BLOCK
+    for i in range(BLOCK):
+        if i < BLOCK - keep:
+            keys[new + i] = keys[old + keep + i]
+        else:
+            keys[new + i] = LAST
+    separator = keys[new] - 1 if keep == 0 else keys[old + keep - 1]
+    for i in range(keep, BLOCK):
+        keys[old + i] = LAST
+    _make_room(tree, slot, node * FANOUT + tree.sizes[node])
+    tree.sizes[node] += 1
+    keys[tree.free_blocks.shape[0] * BLOCK + slot] = separator
+    tree.counts[slot] = keep
+    tree.kids[slot + 1] = new_block
+    tree.counts[slot + 1] = BLOCK - keep
+
+
+@compile_kernel
+def _split(tree: Ranks, top: Integer, slot: Integer, entry: Integer) -> tuple[Integer, Integer]:
+    """
+    Make room in a full block, by whatever it takes.
+
+    :param top: slot of its node
+    :param slot: of the block
+    :param entry: that is to be put in
+    :return: where the entry belongs now: slot in the top, slot in the node below it
+    """
+    head = tree.head
+    node_is_full = tree.sizes[tree.kids[top]] == FANOUT
+    if head[N_FREE_BLOCKS] == 0 or (node_is_full and head[N_FREE_NODES] == 0):
+        pack(tree, entries_in_order(tree))
+        return _find(tree, entry)
+    if node_is_full:
+        _split_node(tree, top)
+        top, slot = _find(tree, entry)
+    place = _count_below(tree.keys, np.int64(tree.kids[slot]) * BLOCK, entry)
+    _split_block(tree, top, slot, place)
+    return _find(tree, entry)
+
+
+@compile_kernel
+def _insert_all(tree: Ranks, entries: IntArray, n: int) -> None:
+    """
+    Put in entries.
+
+    :param entries: the first ``n`` count
+    """
+    keys, kids, counts, head = tree.keys, tree.kids, tree.counts, tree.head
+    tops = np.empty(n, np.int64)
+    slots = np.empty(n, np.int64)
+    _find_all(tree, entries, n, tops, slots)
+    changed = False
+    for j in range(n):
+        top, slot = tops[j], slots[j]
+        if changed and not _belongs(tree, top, slot, entries[j]):
+            top, slot = _find(tree, entries[j])
+        if counts[slot] == BLOCK:
+            top, slot = _split(tree, top, slot, entries[j])
+            changed = True
+        start = np.int64(kids[slot]) * BLOCK
+        first = np.uint64(start)
+        place = _count_below(keys, start, entries[j])
+        for i in range(BLOCK - 1, place, -1):
+            at = first + np.uint64(i)
+            keys[at] = keys[at - _U1]
+        keys[start + place] = entries[j]
+        counts[slot] += 1
+        counts[top] += 1
+        head[N_RANKED] += 1
+
+
+@compile_kernel
+def note_ends(tree: Ranks, shift: int) -> None:
+    """
+    Note the leaves of the first and of the last rank.
+
+    :param shift: how many bits a leaf number may need
+    """
+    head = tree.head
+    if head[N_RANKED] == 0:
+        return
+    mask = (1 << shift) - 1
+    top = tree.sizes.shape[0] * FANOUT
+    node = np.int64(tree.kids[top])
+    first = np.int64(tree.kids[node * FANOUT]) * BLOCK
+    head[FIRST_LEAF] = tree.keys[first] & mask
+    node = np.int64(tree.kids[top + head[N_TOP] - 1])
+    slot = node * FANOUT + tree.sizes[node] - 1
+    last = np.int64(tree.kids[slot]) * BLOCK + tree.counts[slot] - 1
+    head[LAST_LEAF] = tree.keys[last] & mask
+
+
+# --- what the tree calls ---
+
+
+@compile_kernel
+def write(
+    leaves: FloatArray,
+    keys: IntArray,
+    kids: ShortArray,
+    counts: ShortArray,
+    sizes: ShortArray,
+    free_blocks: ShortArray,
+    free_nodes: ShortArray,
+    head: IntArray,
+    shift: int,
+    indices: IntArray,
+    priorities: FloatArray,
+) -> None:
+    """
+    Set leaves: take their old entries out, then put the new ones in.
+
+    :param leaves: this and the next ones are the arrays of :class:`Ranks`
+    :param shift: how many bits a leaf number may need
+    :param indices: shape ``(n,)``, numbers of the leaves; the last of repeated ones wins
+    :param priorities: shape ``(n,)``, finite and not negative
+    """
+    tree = Ranks(leaves, keys, kids, counts, sizes, free_blocks, free_nodes, head)
+    bits = leaves.view(np.int64)
+    n = indices.shape[0]
+    entries = np.empty(n, np.int64)
+    n_old = 0
+    for j in range(n):
+        leaf = np.uint64(indices[j])
+        old = bits[leaf]
+        if old > 0:
+            entries[n_old] = entry_of(old, indices[j], shift)
+            n_old += 1
+        # A leaf that comes again is thereby known
+        bits[leaf] = _PENDING
+    _remove_all(tree, entries, n_old)
+    # From the end, so that the last of repeated ones comes first; what is put in keeps its order
+    first_new = n
+    for j in range(n - 1, -1, -1):
+        leaf = np.uint64(indices[j])
+        if bits[leaf] != _PENDING:
+            continue
+        # Adding zero makes 0.0 of -0.0
+        leaves[leaf] = priorities[j] + 0.0
+        if priorities[j] > 0.0:
+            first_new -= 1
+            entries[first_new] = entry_of(bits[leaf], indices[j], shift)
+    _insert_all(tree, entries[first_new:], n - first_new)
+    note_ends(tree, shift)
+
+
+@compile_kernel
+def fill(
+    leaves: FloatArray,
+    keys: IntArray,
+    kids: ShortArray,
+    counts: ShortArray,
+    sizes: ShortArray,
+    free_blocks: ShortArray,
+    free_nodes: ShortArray,
+    head: IntArray,
+    shift: int,
+    start: int,
+    stop: int,
+    priority: float,
+) -> None:
+    """
+    Set a run of neighbouring leaves to one priority; those that have it already cost nothing.
+
+    :param leaves: this and the next ones are the arrays of :class:`Ranks`
+    :param shift: how many bits a leaf number may need
+    :param start: first leaf
+    :param stop: one past the last leaf, greater than ``start``
+    :param priority: finite and not negative
+    """
+    tree = Ranks(leaves, keys, kids, counts, sizes, free_blocks, free_nodes, head)
+    bits = leaves.view(np.int64)
+    old_entries = np.empty(stop - start, np.int64)
+    entries = np.empty(stop - start, np.int64)
+    n_old = 0
+    n_new = 0
+    for leaf in range(start, stop):
+        if leaves[leaf] == priority:
+            continue
+        if leaves[leaf] > 0.0:
+            old_entries[n_old] = entry_of(bits[leaf], leaf, shift)
+            n_old += 1
+        leaves[leaf] = priority + 0.0
+        if priority > 0.0:
+            entries[n_new] = entry_of(bits[leaf], leaf, shift)
+            n_new += 1
+    if n_old > 0:
+        _remove_all(tree, old_entries, n_old)
+    if n_new > 0:
+        _insert_all(tree, entries, n_new)
+    note_ends(tree, shift)
+
+
+@compile_kernel
+def build(
+    leaves: FloatArray,
+    keys: IntArray,
+    kids: ShortArray,
+    counts: ShortArray,
+    sizes: ShortArray,
+    free_blocks: ShortArray,
+    free_nodes: ShortArray,
+    head: IntArray,
+    shift: int,
+    entries: IntArray,
+) -> None:
+    """
+    Begin with entries that are known already.
+
+    :param leaves: this and the next ones are the arrays of :class:`Ranks`
+    :param shift: how many bits a leaf number may need
+    :param entries: those of all leaves above zero, sorted
+    """
+    tree = Ranks(leaves, keys, kids, counts, sizes, free_blocks, free_nodes, head)
+    pack(tree, entries)
+    note_ends(tree, shift)
+
+
+@compile_kernel
+def cumulate(alpha: float, sums: FloatArray) -> None:
+    """
+    Sum the masses of ranks, with the rounding error of each addition carried on to the next one.
+
+    :param alpha: the mass of rank ``r`` is ``r ** -alpha``
+    :param sums: shape ``(n,)``, receives at ``r - 1`` the masses of ranks 1 to ``r``
+    """
+    total = 0.0
+    error = 0.0
+    last = 0.0
+    for i in range(sums.shape[0]):
+        mass = (i + 1.0) ** -alpha
+        new = total + mass
+        # What the addition lost: the total is never the smaller of the two
+        error += (total - new) + mass
+        total = new
+        # Rounding must not make a sum less than the one before
+        last = max(last, total + error)
+        sums[i] = last
+
+
+@compile_kernel
+def masses_of(ranks: IntArray, alpha: float, masses: FloatArray) -> None:
+    """
+    Compute the masses of ranks.
+
+    :param ranks: shape ``(n,)``, counted from 0
+    :param alpha: the mass of rank ``r``, counted from 1, is ``r ** -alpha``
+    :param masses: shape ``(n,)``, receives the masses
+    """
+    for j in range(ranks.shape[0]):
+        masses[j] = (ranks[j] + 1.0) ** -alpha
+
+
+@compile_kernel
+def make_guide(sums: FloatArray, scale: float, guide: IntArray) -> None:
+    """
+    Note for equal steps of mass where in the sums they begin.
+
+    :param sums: of :func:`cumulate`
+    :param scale: steps for a mass of 1
+    :param guide: shape ``(n_steps + 2,)``, receives at ``i`` the first place whose sum belongs to
+        step ``i`` or to a later one, the last place if there is none
+    """
+    place = 0
+    last = sums.shape[0] - 1
+    for step in range(guide.shape[0] - 1):
+        while place < last and np.int64(sums[place] * scale) < step:
+            place += 1
+        guide[step] = place
+    guide[guide.shape[0] - 1] = last
+
+
+@compile_kernel
+def _first_above(sums: FloatArray, low: Integer, high: Integer, value: float) -> Integer:
+    """
+    Search the sums by halving.
+
+    :param low: first candidate
+    :param high: last candidate, whose sum is above the value
+    :return: the first place whose sum is above ``value``
+    """
+    while low < high:
+        middle = (low + high) // 2
+        if sums[middle] > value:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+@compile_kernel
+def find_ranks(
+    sums: FloatArray, guide: IntArray, scale: float, values: FloatArray, ranks: IntArray
+) -> None:
+    """
+    Find the rank whose interval of mass holds each value: the first one whose sum is above it.
+
+    The guide leaves few candidates for each, and between them the sums are nearly a straight line.
+    The step of a number never decreases when the number grows, whatever the rounding, so that the
+    guide never leads past the place.
+
+    :param sums: of :func:`cumulate`
+    :param guide: of :func:`make_guide`
+    :param scale: steps for a mass of 1
+    :param values: shape ``(n,)``, not negative, below the last sum
+    :param ranks: shape ``(n,)``, receives ranks counted from 0
+    """
+    for j in range(values.shape[0]):
+        at = values[j] * scale
+        step = np.uint64(at)
+        first = guide[step]
+        ranks[j] = first + np.int64((at - step) * (guide[step + _U1] - first))
+    # In a loop of its own, so that these accesses, the far ones, overlap
+    for j in range(values.shape[0]):
+        value = values[j]
+        place = np.uint64(ranks[j])
+        # Seldom more than one off
+        place += np.uint64(sums[place] <= value)
+        before = place - np.uint64(place > _U0)
+        place -= np.uint64((before < place) & (sums[before] > value))
+        before = place - np.uint64(place > _U0)
+        ranks[j] = place
+        if sums[place] <= value or (before < place and sums[before] > value):
+            step = np.uint64(value * scale)
+            ranks[j] = _first_above(sums, guide[step], guide[step + _U1], value)
+
+
+@compile_kernel
+def _select(tree: Ranks, shift: int, ranks: IntArray) -> None:
+    """
+    Find the leaves of some ranks.
+
+    :param shift: how many bits a leaf number may need
+    :param ranks: shape ``(n,)``, ascending, counted from 0, all taken; replaced by the leaves
+    """
+    keys, kids, counts = tree.keys, tree.kids, tree.counts
+    top = np.uint64(tree.sizes.shape[0] * FANOUT)
+    before_node = 0
+    before_block = 0
+    slot = np.uint64(kids[top]) * _FANOUT
+    for j in range(ranks.shape[0]):
+        rank = ranks[j]
+        if before_node + counts[top] <= rank:
+            while before_node + counts[top] <= rank:
+                before_node += counts[top]
+                top += _U1
+            slot = np.uint64(kids[top]) * _FANOUT
+            before_block = before_node
+        while before_block + counts[slot] <= rank:
+            before_block += counts[slot]
+            slot += _U1
+        ranks[j] = np.int64(kids[slot]) * BLOCK + (rank - before_block)
+    # In a loop of its own, so that these accesses, the far ones, overlap
+    mask = (1 << shift) - 1
+    for j in range(ranks.shape[0]):
+        ranks[j] = keys[np.uint64(ranks[j])] & mask
+
+
+@compile_kernel
+def select(
+    leaves: FloatArray,
+    keys: IntArray,
+    kids: ShortArray,
+    counts: ShortArray,
+    sizes: ShortArray,
+    free_blocks: ShortArray,
+    free_nodes: ShortArray,
+    head: IntArray,
+    shift: int,
+    ranks: IntArray,
+) -> None:
+    """
+    Find the leaves of some ranks.
+
+    :param leaves: this and the next ones are the arrays of :class:`Ranks`
+    :param shift: how many bits a leaf number may need
+    :param ranks: shape ``(n,)``, ascending, counted from 0, all taken; replaced by the leaves
+    """
+    _select(Ranks(leaves, keys, kids, counts, sizes, free_blocks, free_nodes, head), shift, ranks)
+
+
+@compile_kernel
+def draw(
+    leaves: FloatArray,
+    keys: IntArray,
+    kids: ShortArray,
+    counts: ShortArray,
+    sizes: ShortArray,
+    free_blocks: ShortArray,
+    free_nodes: ShortArray,
+    head: IntArray,
+    shift: int,
+    alpha: float,
+    sums: FloatArray,
+    guide: IntArray,
+    scale: float,
+    uniforms: FloatArray,
+    indices: IntArray,
+) -> None:
+    """
+    Stratified draw: cut the total mass into equal parts and take one point in each.
+
+    :param leaves: this and the next ones are the arrays of :class:`Ranks`
+    :param shift: how many bits a leaf number may need
+    :param alpha: the mass of rank ``r`` is ``r ** -alpha``
+    :param sums: of :func:`cumulate`
+    :param guide: of :func:`make_guide`
+    :param scale: steps of the guide for a mass of 1
+    :param uniforms: shape ``(n,)``, in ``[0, 1)``, the place inside each stratum; replaced by the
+        masses drawn
+    :param indices: shape ``(n,)``, receives the numbers of the leaves, in the order of their ranks
+    """
+    tree = Ranks(leaves, keys, kids, counts, sizes, free_blocks, free_nodes, head)
+    n = uniforms.shape[0]
+    total = sums[head[N_RANKED] - 1]
+    below_total = np.nextafter(total, 0.0)
+    for j in range(n):
+        # Rounding can lead to the total itself, which belongs to no rank
+        uniforms[j] = min((j + uniforms[j]) / n * total, below_total)
+    find_ranks(sums, guide, scale, uniforms, indices)
+    masses_of(indices, alpha, uniforms)
+    _select(tree, shift, indices)
+
+
+@compile_kernel
+def ranks_of(
+    leaves: FloatArray,
+    keys: IntArray,
+    kids: ShortArray,
+    counts: ShortArray,
+    sizes: ShortArray,
+    free_blocks: ShortArray,
+    free_nodes: ShortArray,
+    head: IntArray,
+    shift: int,
+    indices: IntArray,
+    ranks: IntArray,
+) -> None:
+    """
+    Find the ranks of leaves.
+
+    :param leaves: this and the next ones are the arrays of :class:`Ranks`
+    :param shift: how many bits a leaf number may need
+    :param indices: shape ``(n,)``, numbers of leaves
+    :param ranks: shape ``(n,)``, receives ranks counted from 1, and 0 for a leaf of zero
+    """
+    tree = Ranks(leaves, keys, kids, counts, sizes, free_blocks, free_nodes, head)
+    bits = leaves.view(np.int64)
+    first_top = sizes.shape[0] * FANOUT
+    before = np.zeros(head[N_TOP], np.int64)
+    for t in range(1, head[N_TOP]):
+        before[t] = before[t - 1] + counts[first_top + t - 1]
+    for j in range(indices.shape[0]):
+        leaf = indices[j]
+        ranks[j] = 0
+        if leaves[leaf] > 0.0:
+            entry = entry_of(bits[leaf], leaf, shift)
+            top, slot = _find(tree, entry)
+            rank = before[top - first_top]
+            for i in range(np.int64(kids[top]) * FANOUT, slot):
+                rank += counts[i]
+            ranks[j] = rank + _count_below(keys, np.int64(kids[slot]) * BLOCK, entry) + 1

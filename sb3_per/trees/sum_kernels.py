@@ -1,0 +1,439 @@
+"""
+The loops under :class:`~sb3_per.trees.sum_tree.SumTree`, compiled by numba.
+
+The arrays of a tree (a block is 8 leaves, one cache line; a group is 64 leaves; ``first`` is a
+power of two, the number of the node above block 0):
+
+* ``leaves``: priorities in order, ``8 * n_blocks`` of them, unused ones are zero;
+* ``sums``: binary tree over the blocks, root at 1, the children of node ``i`` side by side at
+  ``2 * i`` and ``2 * i + 1``, block ``k`` at ``first + k``;
+* ``extremes``: binary tree over the groups with two numbers a node: at ``2 * i`` the largest leaf
+  below node ``i``, at ``2 * i + 1`` the smallest leaf above zero (infinity when there is none).
+  Group ``k`` is node ``max(first // 8, 1) + k``.
+
+A batch goes down (or up) one level at a time, so that the memory accesses of its members overlap.
+Node numbers are unsigned: numba guards every signed index against being negative. No input is
+checked here; that is the tree's part.
+"""
+
+from collections.abc import Callable
+from typing import TypeVar, cast
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+NodeArray = npt.NDArray[np.uint64]
+_F = TypeVar("_F", bound=Callable[..., object])
+
+BLOCK = 8
+GROUP = 64
+
+_U0 = np.uint64(0)
+_U1 = np.uint64(1)
+_U2 = np.uint64(2)
+_U3 = np.uint64(3)
+_U4 = np.uint64(4)
+_U5 = np.uint64(5)
+_U6 = np.uint64(6)
+_U7 = np.uint64(7)
+_U8 = np.uint64(8)
+_U64 = np.uint64(64)
+_NOWHERE = np.uint64(2**64 - 1)
+
+
+def compile_kernel(function: _F) -> _F:
+    """
+    Compile on the first call and keep the result on disk.
+
+    :param function: function in numba's subset of Python
+    :return: its compiled form; strict IEEE arithmetic (no ``fastmath``), because the tree promises
+        that a node equals the sum of its children to the last bit
+    """
+    try:
+        compiled = numba.njit(cache=True, nogil=True, error_model="numpy")(function)
+    except RuntimeError:
+        # Neither the folder of the package nor a cache folder of the user can be written:
+        # compile again in every process rather than fail.
+        compiled = numba.njit(nogil=True, error_model="numpy")(function)
+    return cast(_F, compiled)
+
+
+@compile_kernel
+def _sum_block(leaves: FloatArray, start: np.uint64) -> float:
+    left = (leaves[start] + leaves[start + _U1]) + (leaves[start + _U2] + leaves[start + _U3])
+    right = (leaves[start + _U4] + leaves[start + _U5]) + (
+        leaves[start + _U6] + leaves[start + _U7]
+    )
+    return float(left + right)
+
+
+@compile_kernel
+def _largest_in_group(leaves: FloatArray, leaf: np.uint64, known: float) -> float:
+    """
+    :param leaf: one of the group
+    :param known: a value that no leaf of the group exceeds: where one equals it, the search ends
+    :return: the largest leaf of the group
+    """
+    start = (leaf >> _U6) << _U6
+    stop = min(start + _U64, np.uint64(leaves.shape[0]))
+    largest = 0.0
+    while start < stop:
+        left = max(
+            max(leaves[start], leaves[start + _U1]), max(leaves[start + _U2], leaves[start + _U3])
+        )
+        right = max(
+            max(leaves[start + _U4], leaves[start + _U5]),
+            max(leaves[start + _U6], leaves[start + _U7]),
+        )
+        largest = max(largest, max(left, right))
+        if largest == known:
+            break
+        start += _U8
+    return largest
+
+
+@compile_kernel
+def _smallest_in_group(leaves: FloatArray, leaf: np.uint64, known: float) -> float:
+    """
+    :param leaf: one of the group
+    :param known: a value that no leaf above zero falls below: where one equals it, the search ends
+    :return: the smallest leaf of the group that is above zero; infinity when there is none
+    """
+    start = (leaf >> _U6) << _U6
+    stop = min(start + _U64, np.uint64(leaves.shape[0]))
+    smallest = np.inf
+    while start < stop:
+        for i in range(8):
+            value = leaves[start + np.uint64(i)]
+            smallest = min(smallest, value if value > 0.0 else np.inf)
+        if smallest == known:
+            break
+        start += _U8
+    return smallest
+
+
+@compile_kernel
+def _raise_largest(extremes: FloatArray, at: np.uint64, largest: float) -> None:
+    """
+    Set the largest leaf of a node, and of those above it as far as that changes them.
+
+    :param at: its place in ``extremes``
+    """
+    while extremes[at] != largest:
+        extremes[at] = largest
+        node = at >> _U2
+        # Above the root is node 0, which is none
+        if node == _U0:
+            break
+        at = node << _U1
+        largest = max(extremes[at << _U1], extremes[(at << _U1) + _U2])
+
+
+@compile_kernel
+def _raise_smallest(extremes: FloatArray, at: np.uint64, smallest: float) -> None:
+    """
+    Set the smallest leaf of a node, and of those above it as far as that changes them.
+
+    :param at: its place in ``extremes``
+    """
+    while extremes[at] != smallest:
+        extremes[at] = smallest
+        node = at >> _U2
+        if node == _U0:
+            break
+        child = node << _U2
+        at = (node << _U1) + _U1
+        smallest = min(extremes[child + _U1], extremes[child + _U3])
+
+
+@compile_kernel
+def _follow_extremes(
+    leaves: FloatArray, extremes: FloatArray, at: np.uint64, leaf: np.uint64, before: float
+) -> None:
+    """
+    Bring the extremes above a leaf that was just set up to date. Its group is looked through only
+    where the leaf was the largest or the smallest one, and is no longer.
+
+    :param at: place of its group in ``extremes``
+    :param before: what the leaf was
+    """
+    value = leaves[leaf]
+    largest = extremes[at]
+    if value > largest:
+        _raise_largest(extremes, at, value)
+    elif before == largest and value < largest:
+        _raise_largest(extremes, at, _largest_in_group(leaves, leaf, largest))
+    at += _U1
+    smallest = extremes[at]
+    if value > 0.0 and value < smallest:
+        _raise_smallest(extremes, at, value)
+    elif before == smallest and value != smallest:
+        _raise_smallest(extremes, at, _smallest_in_group(leaves, leaf, smallest))
+
+
+@compile_kernel
+def descend(
+    leaves: FloatArray, sums: FloatArray, first: int, values: FloatArray, indices: IntArray
+) -> None:
+    """
+    Find the leaf whose cumulative interval holds each value.
+
+    It goes right where the value reaches the left sum *and* there is mass on the right. So a leaf
+    of zero is never reached, also where rounding carries a value past the end of an interval.
+
+    :param first: number of the node above block 0
+    :param values: shape ``(n,)``, in ``[0, total]``; replaced by the leaves found
+    :param indices: shape ``(n,)``, receives the numbers of the leaves
+    """
+    n = values.shape[0]
+    first_node = np.uint64(first)
+    for j in range(n):
+        indices[j] = 1
+    level = _U1
+    while level < first_node:
+        for j in range(n):
+            left = np.uint64(indices[j]) << _U1
+            value = values[j]
+            left_sum = sums[left]
+            right = np.uint64((value >= left_sum) & (sums[left + _U1] > 0.0))
+            values[j] = value - left_sum * right
+            indices[j] = left + right
+        level <<= _U1
+    for j in range(n):
+        leaf = (np.uint64(indices[j]) - first_node) << _U3
+        value = values[j]
+        left_sum = (leaves[leaf] + leaves[leaf + _U1]) + (leaves[leaf + _U2] + leaves[leaf + _U3])
+        right_sum = (leaves[leaf + _U4] + leaves[leaf + _U5]) + (
+            leaves[leaf + _U6] + leaves[leaf + _U7]
+        )
+        right = np.uint64((value >= left_sum) & (right_sum > 0.0))
+        value = value - left_sum * right
+        leaf += right << _U2
+        left_sum = leaves[leaf] + leaves[leaf + _U1]
+        right_sum = leaves[leaf + _U2] + leaves[leaf + _U3]
+        right = np.uint64((value >= left_sum) & (right_sum > 0.0))
+        value = value - left_sum * right
+        leaf += right << _U1
+        leaf += np.uint64((value >= leaves[leaf]) & (leaves[leaf + _U1] > 0.0))
+        indices[j] = leaf
+        values[j] = leaves[leaf]
+
+
+@compile_kernel
+def draw(
+    leaves: FloatArray, sums: FloatArray, first: int, uniforms: FloatArray, indices: IntArray
+) -> None:
+    """
+    Stratified draw: cut the total into equal masses and take one point in each.
+
+    :param first: number of the node above block 0
+    :param uniforms: shape ``(n,)``, in ``[0, 1)``, the place inside each stratum; replaced by the
+        leaves drawn
+    :param indices: shape ``(n,)``, receives the numbers of the leaves, in ascending order
+    """
+    n = uniforms.shape[0]
+    total = sums[1]
+    for j in range(n):
+        # Not times total / n, which is zero for the smallest of totals
+        uniforms[j] = (j + uniforms[j]) / n * total
+    descend(leaves, sums, first, uniforms, indices)
+
+
+@compile_kernel
+def first_fault(indices: IntArray, priorities: FloatArray, size: int, limit: float) -> int:
+    """
+    Look for an entry that must not be written.
+
+    :param size: how many leaves may be written to
+    :param limit: largest priority that is allowed
+    :return: position of the first index outside ``[0, size)`` or priority outside ``[0, limit]``
+        (NaN included), -1 when there is none
+    """
+    for j in range(indices.shape[0]):
+        if not (0 <= indices[j] < size and 0.0 <= priorities[j] <= limit):
+            return j
+    return -1
+
+
+@compile_kernel
+def _raise_sums(sums: FloatArray, nodes: NodeArray, n: int, level: np.uint64) -> None:
+    """
+    Recompute all sums above some nodes, three levels at once as long as there are three: that
+    reads eight neighbours, one cache line, and is quicker than to follow each node by itself.
+
+    :param nodes: ``n`` nodes of one level; overwritten
+    :param level: the first node of that level
+    """
+    while level >= _U8:
+        level >>= _U3
+        n_above = 0
+        last = _NOWHERE
+        for j in range(n):
+            node = nodes[j] >> _U3
+            if node == last:
+                continue
+            last = node
+            child = node << _U3
+            pair_0 = sums[child] + sums[child + _U1]
+            pair_1 = sums[child + _U2] + sums[child + _U3]
+            pair_2 = sums[child + _U4] + sums[child + _U5]
+            pair_3 = sums[child + _U6] + sums[child + _U7]
+            child = node << _U2
+            sums[child] = pair_0
+            sums[child + _U1] = pair_1
+            sums[child + _U2] = pair_2
+            sums[child + _U3] = pair_3
+            left = pair_0 + pair_1
+            right = pair_2 + pair_3
+            child = node << _U1
+            sums[child] = left
+            sums[child + _U1] = right
+            sums[node] = left + right
+            nodes[n_above] = node
+            n_above += 1
+        n = n_above
+    while level > _U1:
+        level >>= _U1
+        n_above = 0
+        last = _NOWHERE
+        for j in range(n):
+            node = nodes[j] >> _U1
+            if node == last:
+                continue
+            last = node
+            sums[node] = sums[node << _U1] + sums[(node << _U1) + _U1]
+            nodes[n_above] = node
+            n_above += 1
+        n = n_above
+
+
+@compile_kernel
+def write(
+    leaves: FloatArray,
+    sums: FloatArray,
+    extremes: FloatArray,
+    first: int,
+    indices: IntArray,
+    priorities: FloatArray,
+) -> None:
+    """
+    Set leaves, then recompute every node above them from its children.
+
+    Neighbours in the batch that share a parent recompute it once: a stratified draw comes back in
+    ascending order, so that the upper levels cost next to nothing.
+
+    :param first: number of the node above block 0
+    :param indices: shape ``(n,)``, numbers of the leaves; the last of repeated ones wins
+    :param priorities: shape ``(n,)``, finite and not negative
+    """
+    first_node = np.uint64(first)
+    first_group = max(first_node >> _U3, _U1)
+    n = indices.shape[0]
+    nodes = np.empty(n, np.uint64)
+    looked_at = np.empty(n, np.float64)
+    for j in range(n):
+        # Only brings what is needed next into the cache, all of it at once: later on, which way
+        # to go depends on it
+        leaf = np.uint64(indices[j])
+        looked_at[j] = leaves[leaf] + extremes[(first_group + (leaf >> _U6)) << _U1]
+        nodes[j] = first_node + (leaf >> _U3)
+    for j in range(n):
+        leaf = np.uint64(indices[j])
+        before = leaves[leaf]
+        # Adding zero makes 0.0 of -0.0
+        value = priorities[j] + 0.0
+        leaves[leaf] = value
+        at = (first_group + (leaf >> _U6)) << _U1
+        largest = extremes[at]
+        smallest = extremes[at + _U1]
+        # Asked here, since the call costs more than what it seldom has to do
+        if max(before, value) >= largest or min(before, value) <= smallest:
+            _follow_extremes(leaves, extremes, at, leaf, before)
+    n_nodes = 0
+    last = _NOWHERE
+    for j in range(n):
+        node = nodes[j]
+        if node == last:
+            continue
+        last = node
+        sums[node] = _sum_block(leaves, (node - first_node) << _U3)
+        nodes[n_nodes] = node
+        n_nodes += 1
+    _raise_sums(sums, nodes, n_nodes, first_node)
+
+
+@compile_kernel
+def fill(
+    leaves: FloatArray,
+    sums: FloatArray,
+    extremes: FloatArray,
+    first: int,
+    start: int,
+    stop: int,
+    priority: float,
+) -> None:
+    """
+    Set a run of neighbouring leaves to one priority and recompute the nodes above them.
+
+    :param first: number of the node above block 0
+    :param start: first leaf
+    :param stop: one past the last leaf, greater than ``start``
+    :param priority: finite and not negative
+    """
+    first_node = np.uint64(first)
+    first_group = max(first_node >> _U3, _U1)
+    value = priority + 0.0
+    same = True
+    for i in range(start, stop):
+        leaf = np.uint64(i)
+        before = leaves[leaf]
+        if before != value:
+            same = False
+            leaves[leaf] = value
+            at = (first_group + (leaf >> _U6)) << _U1
+            _follow_extremes(leaves, extremes, at, leaf, before)
+    if same:
+        return
+    low = np.uint64(start) >> _U3
+    high = np.uint64(stop - 1) >> _U3
+    for k in range(low, high + _U1):
+        block = np.uint64(k)
+        sums[first_node + block] = _sum_block(leaves, block << _U3)
+    low += first_node
+    high += first_node
+    while low > _U1:
+        low >>= _U1
+        high >>= _U1
+        for k in range(low, high + _U1):
+            node = np.uint64(k)
+            sums[node] = sums[node << _U1] + sums[(node << _U1) + _U1]
+
+
+@compile_kernel
+def checked_write(
+    leaves: FloatArray,
+    sums: FloatArray,
+    extremes: FloatArray,
+    first: int,
+    indices: IntArray,
+    priorities: FloatArray,
+    size: int,
+    limit: float,
+) -> int:
+    """
+    :func:`write`, unless :func:`first_fault` finds one: then nothing is written.
+
+    :param first: number of the node above block 0
+    :param indices: shape ``(n,)``
+    :param priorities: shape ``(n,)``
+    :param size: how many leaves may be written to
+    :param limit: largest priority that is allowed
+    :return: position of the fault, or -1
+    """
+    at = first_fault(indices, priorities, size, limit)
+    if at < 0:
+        write(leaves, sums, extremes, first, indices, priorities)
+    return at

@@ -1,0 +1,1 @@
+"""The evidence behind docs/results.md: studies that can be rerun."""

@@ -1,0 +1,751 @@
+"""
+``sb3-per blind-cliffwalk``: how many updates Q-learning needs, by the way it replays its memory.
+
+The experiment of Schaul et al. 2016 (figures 1 and 2, appendix B.1). A memory holds all that random
+behaviour meets on a Blind Cliffwalk, where one transition in exponentially many has a reward.
+Q-learning replays it, one transition at a time, until it knows the value of each action.
+"""
+
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args
+
+import joblib
+import numba
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+from matplotlib.figure import Figure
+from tqdm import tqdm
+
+from sb3_per.compare.settings import SettingsError
+from sb3_per.compare.store import package_versions
+from sb3_per.compare.style import COLORS, figure, style
+from sb3_per.trees import rank_kernels, sum_kernels
+from sb3_per.trees.rank_tree import RankTree
+from sb3_per.trees.sum_tree import SumTree
+
+__all__ = [
+    "BlindCliffwalkSettings",
+    "Run",
+    "draw",
+    "learn",
+    "main",
+    "markdown",
+    "replay_memory",
+    "run_all",
+    "summarize",
+    "true_values",
+]
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+_F = TypeVar("_F", bound=Callable[..., object])
+
+Approximation = Literal["tabular", "linear"]
+Replay = Literal["uniform", "oracle", "greedy", "proportional", "rank"]
+
+#: Step size, and where learning is over, in the paper
+STEP_SIZE, THRESHOLD = 0.25, 1e-3
+#: Standard deviation of the parameters at the start
+SPREAD = 0.1
+#: Updates after which a run is given up: so many, and so many for each transition of the memory
+MOST_UPDATES = (10_000, 50)
+#: Random numbers that a kernel gets at a time
+CHUNK = 2**16
+
+#: What a kernel says after its updates: go on, all is learned, or nothing will ever change again
+GOING_ON, LEARNED, STUCK = 0, 1, 2
+
+#: Sizes of ``--quick``
+QUICK_SEEDS, QUICK_LARGEST = 3, 10
+
+#: Median updates of an independent implementation, tabular, 5 seeds, by number of states
+INDEPENDENT = {
+    8: {"uniform": 7_277, "proportional": 1_078, "oracle": 312},
+    10: {"uniform": 25_872, "proportional": 3_392, "oracle": 480},
+    12: {"uniform": 137_008, "proportional": 10_880, "oracle": 688},
+    14: {"uniform": 441_088, "proportional": 38_144, "oracle": 912},
+}
+
+#: Colour and marker of each
+LOOKS = {
+    "uniform": (COLORS[0], "o"),
+    "rank": (COLORS[2], "^"),
+    "proportional": (COLORS[1], "s"),
+    "greedy": (COLORS[4], "v"),
+    "oracle": (COLORS[6], "D"),
+}
+LABELS = {
+    "uniform": "uniform",
+    "rank": "rank-based",
+    "proportional": "proportional",
+    "greedy": "greedy TD error",
+    "oracle": "oracle",
+}
+
+
+@dataclass(frozen=True)
+class BlindCliffwalkSettings:
+    """
+    Count the updates that Q-learning needs on the Blind Cliffwalk, replaying its memory in several
+    ways, as in appendix B.1 of the paper on prioritized replay.
+
+    :param approximations: how values are represented: a table, or linear in a one-hot state and a
+        constant, for each action
+    :param replays: ways to choose the next transition: at random, the one after which the values
+        are best, the largest TD error, in proportion to TD errors, by their ranks
+    :param smallest: number of states of the smallest task
+    :param largest: number of states of the largest one
+    :param n_seeds: runs of each kind; 20, or 3 with --quick
+    :param first_seed: the first of these seeds; the others follow it
+    :param quick: a look that takes less than a minute: 3 seeds, at most 10 states
+    :param initial_priority: of transitions that were not replayed yet: `max`, the largest one, or
+        `eps`, as if their TD error were 0
+    :param alpha: exponent of proportional priorities
+    :param rank_alpha: exponent of ranks
+    :param eps: added to each absolute TD error
+    :param output: folder for the table of runs, the medians and the picture; `blind-cliffwalk`, or
+        `blind-cliffwalk-eps` with --initial-priority eps
+    :param jobs: runs at the same time; -1 for as many as there are cores
+    """
+
+    approximations: tuple[Approximation, ...] = get_args(Approximation)
+    replays: tuple[Replay, ...] = get_args(Replay)
+    smallest: int = 2
+    largest: int = 16
+    n_seeds: int | None = None
+    first_seed: int = 0
+    quick: bool = False
+    initial_priority: Literal["max", "eps"] = "max"
+    alpha: float = 0.6
+    rank_alpha: float = 0.7
+    eps: float = 1e-6
+    output: Path | None = None
+    jobs: int = -1
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """The seeds of the runs."""
+        n_seeds = self.n_seeds
+        if n_seeds is None:
+            n_seeds = QUICK_SEEDS if self.quick else 20
+        return tuple(range(self.first_seed, self.first_seed + n_seeds))
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Numbers of states."""
+        largest = min(self.largest, QUICK_LARGEST) if self.quick else self.largest
+        return tuple(range(self.smallest, largest + 1))
+
+    @property
+    def folder(self) -> Path:
+        """Where the results go."""
+        name = "blind-cliffwalk" + ("-eps" if self.initial_priority == "eps" else "")
+        return self.output or Path(name)
+
+    def check(self) -> None:
+        """:raises SettingsError: if an option is out of its range"""
+        for name in ("approximations", "replays"):
+            values = getattr(self, name)
+            if not values or len(set(values)) < len(values):
+                raise SettingsError(f"--{name} needs each at most once, at least one, got {values}")
+        # Above, a memory would have more than 2 million transitions
+        for low, name, high in (
+            (2, "smallest", 20),
+            (self.smallest, "largest", 20),
+            (1, "n_seeds", math.inf),
+            (0, "first_seed", math.inf),
+        ):
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                raise SettingsError(
+                    f"--{name.replace('_', '-')} must be from {low} to {high}, got {value}"
+                )
+        for name in ("alpha", "rank_alpha"):
+            value = getattr(self, name)
+            if not 0.0 <= value < math.inf:
+                raise SettingsError(
+                    f"--{name.replace('_', '-')} must be a finite number of at least 0, got {value}"
+                )
+        if not 0.0 < self.eps <= 1.0:
+            raise SettingsError(f"--eps must be above 0 and at most 1, got {self.eps}")
+        if self.jobs == 0:
+            raise SettingsError("--jobs must be a number of runs, or -1 for all cores, got 0")
+
+
+class Run(NamedTuple):
+    """
+    One run of Q-learning.
+
+    :param approximation: ``"tabular"`` or ``"linear"``
+    :param replay: how transitions are chosen
+    :param n: number of states, at least 2
+    :param seed: of the initial parameters, the order of the memory and the draws; runs that differ
+        in ``replay`` alone begin with the same parameters and the same memory
+    :param alpha: exponent of priorities or ranks
+    :param eps: added to each absolute TD error
+    :param initial_priority: of transitions that were not replayed yet, before the exponent
+    """
+
+    approximation: Approximation
+    replay: Replay
+    n: int
+    seed: int
+    alpha: float = 0.6
+    eps: float = 1e-6
+    initial_priority: float = 1.0
+
+    @property
+    def n_transitions(self) -> int:
+        """Size of the memory."""
+        return int(2 ** (self.n + 1)) - 2
+
+
+# --- the task ---
+
+
+def true_values(n: int) -> FloatArray:
+    """
+    Values of state-action pairs under the best behaviour.
+
+    :param n: number of states
+    :return: shape ``(2 * n,)``; the value of action ``a`` in state ``s`` is at ``2 * s + a``
+    """
+    gamma = 1.0 - 1.0 / n
+    states = np.arange(n)
+    values = np.zeros(2 * n)
+    values[2 * states + states % 2] = gamma ** (n - 1 - states)
+    return values
+
+
+def replay_memory(n: int, rng: np.random.Generator) -> IntArray:
+    """
+    Everything that can happen: each sequence of ``n`` actions, carried out to the end of its
+    episode, in random order (appendix B.1). The same sequences in
+    :class:`~sb3_per_envs.BlindCliffwalkEnv` give the same transitions.
+
+    :param n: number of states
+    :param rng: chooses the order
+    :return: the state-action pair ``2 * s + a`` of each transition, shape ``(2 ** (n + 1) - 2,)``.
+        Nothing else is needed: where a pair leads to, and whether there is a reward, is certain.
+    """
+    sequences = rng.permutation(2**n)
+    actions = (sequences[:, None] >> np.arange(n)) & 1  # [sequence, state]
+    wrong = actions != np.arange(n) % 2
+    lengths = np.where(wrong.any(axis=1), wrong.argmax(axis=1) + 1, n)
+    states = np.arange(n) * np.ones((2**n, 1), dtype=np.int64)
+    pairs: IntArray = (2 * states + actions)[states < lengths[:, None]]
+    return pairs
+
+
+# --- Q-learning ---
+
+
+def _compile(function: _F) -> _F:
+    """
+    Compile on the first call.
+
+    :param function: function in numba's subset of Python
+    :return: its compiled form, which isn't kept on disk: numba would not notice that a kernel of
+        the trees, which it contains, has changed in the meantime
+    """
+    return cast(_F, numba.njit(nogil=True, error_model="numpy")(function))
+
+
+@_compile
+def _td_error(values: FloatArray, pair: int) -> float:
+    """
+    :param values: of all pairs
+    :param pair: state and action of the transition
+    :return: target minus value
+    """
+    n_states = values.shape[0] // 2
+    state = pair // 2
+    target = 0.0
+    if pair % 2 == state % 2:
+        target = 1.0
+        if state < n_states - 1:
+            gamma = 1.0 - 1.0 / n_states
+            target = gamma * max(values[2 * state + 2], values[2 * state + 3])
+    return float(target - values[pair])
+
+
+@_compile
+def _update(values: FloatArray, pair: int, is_linear: bool) -> float:
+    """
+    One update of Q-learning. The values of the pairs take the place of the parameters: a step on
+    the constant feature of an action moves the values of all states for it, a step on the feature
+    of a state moves that state's.
+
+    :param values: of all pairs, changed
+    :param pair: state and action of the transition
+    :param is_linear: whether there is a constant feature
+    :return: the TD error before
+    """
+    error = _td_error(values, pair)
+    if is_linear:
+        for i in range(pair % 2, values.shape[0], 2):
+            values[i] += STEP_SIZE * error
+    values[pair] += STEP_SIZE * error
+    return error
+
+
+@_compile
+def _is_learned(values: FloatArray, truth: FloatArray) -> bool:
+    total = 0.0
+    for i in range(values.shape[0]):
+        total += (values[i] - truth[i]) ** 2
+    return bool(total < THRESHOLD * values.shape[0])
+
+
+@_compile
+def _replay_given(
+    values: FloatArray, truth: FloatArray, is_linear: bool, pairs: IntArray
+) -> tuple[int, int]:
+    """
+    Replay transitions in a given order.
+
+    :param values: of all pairs, changed
+    :param truth: what they should be
+    :param is_linear: whether there is a constant feature
+    :param pairs: of the transitions, one after the other
+    :return: number of updates, what comes of it
+    """
+    for j in range(pairs.shape[0]):
+        _update(values, pairs[j], is_linear)
+        if _is_learned(values, truth):
+            return j + 1, LEARNED
+    return pairs.shape[0], GOING_ON
+
+
+@_compile
+def _replay_in_proportion(
+    values: FloatArray,
+    truth: FloatArray,
+    is_linear: bool,
+    memory: IntArray,
+    numbers: FloatArray,
+    indices: IntArray,
+    drawing: Any,
+    writing: Any,
+    alpha: float,
+    eps: float,
+    uniforms: FloatArray,
+) -> tuple[int, int]:
+    """
+    Draw from a SumTree and write the new priority back, by turns.
+
+    :param memory: pairs of all transitions
+    :param numbers: place for one random number, then for one priority, shape ``(1,)``
+    :param indices: place for one transition, shape ``(1,)``
+    :param drawing: arguments of ``sum_kernels.draw``, the two places among them
+    :param writing: arguments of ``sum_kernels.write``, likewise
+    :param alpha: exponent of priorities
+    :param eps: added to each absolute TD error
+    :param uniforms: random numbers, one for each draw
+    :return: number of updates, what comes of it
+    """
+    for j in range(uniforms.shape[0]):
+        numbers[0] = uniforms[j]
+        sum_kernels.draw(*drawing)
+        error = _update(values, memory[indices[0]], is_linear)
+        if _is_learned(values, truth):
+            return j + 1, LEARNED
+        numbers[0] = (abs(error) + eps) ** alpha
+        sum_kernels.write(*writing)
+    return uniforms.shape[0], GOING_ON
+
+
+@_compile
+def _replay_by_rank(
+    values: FloatArray,
+    truth: FloatArray,
+    is_linear: bool,
+    memory: IntArray,
+    numbers: FloatArray,
+    indices: IntArray,
+    drawing: Any,
+    writing: Any,
+    head: IntArray,
+    is_greedy: bool,
+    eps: float,
+    uniforms: FloatArray,
+) -> tuple[int, int]:
+    """
+    Draw from a RankTree, or take its first rank, and write the new priority back, by turns.
+
+    :param memory: pairs of all transitions
+    :param numbers: place for one random number, then for one priority, shape ``(1,)``
+    :param indices: place for one transition, shape ``(1,)``
+    :param drawing: arguments of ``rank_kernels.draw``, the two places among them
+    :param writing: arguments of ``rank_kernels.write``, likewise
+    :param head: of the tree, which knows the leaf of the first rank
+    :param is_greedy: take the first rank
+    :param eps: added to each absolute TD error
+    :param uniforms: random numbers, one for each draw
+    :return: number of updates, what comes of it
+    """
+    before = np.empty_like(values)
+    for j in range(uniforms.shape[0]):
+        if is_greedy:
+            indices[0] = head[rank_kernels.FIRST_LEAF]
+        else:
+            numbers[0] = uniforms[j]
+            rank_kernels.draw(*drawing)
+        before[:] = values
+        error = _update(values, memory[indices[0]], is_linear)
+        if _is_learned(values, truth):
+            return j + 1, LEARNED
+        numbers[0] = abs(error) + eps
+        rank_kernels.write(*writing)
+        is_same = is_greedy and indices[0] == head[rank_kernels.FIRST_LEAF]
+        if is_same and (values == before).all():
+            # The same transition again, which changes nothing
+            return j + 1, STUCK
+    return uniforms.shape[0], GOING_ON
+
+
+@_compile
+def _replay_best(
+    values: FloatArray, truth: FloatArray, is_linear: bool, most: int
+) -> tuple[int, int]:
+    """
+    The oracle: replay the transition after which the squared error of all values is smallest.
+
+    :param values: of all pairs, changed
+    :param truth: what they should be
+    :param is_linear: whether there is a constant feature
+    :param most: give up after so many updates
+    :return: number of updates, what comes of it
+    """
+    n_pairs = values.shape[0]
+    sums = np.empty(2)
+    before = np.empty(n_pairs)
+    for j in range(most):
+        for action in range(2):
+            sums[action] = 0.0
+            for i in range(action, n_pairs, 2):
+                sums[action] += values[i] - truth[i]
+        best, best_change = 0, np.inf
+        for pair in range(n_pairs):
+            step = STEP_SIZE * _td_error(values, pair)
+            excess = values[pair] - truth[pair]
+            # What the sum of squared errors changes by: one value moves by `step`, or with the
+            # constant feature all values of the action do, and the one by as much again
+            change = 2.0 * step * excess + step * step
+            if is_linear:
+                change = 2.0 * step * (sums[pair % 2] + excess)
+                change += (n_pairs // 2 + 3) * step * step
+            if change < best_change:
+                best, best_change = pair, change
+        before[:] = values
+        _update(values, best, is_linear)
+        if _is_learned(values, truth):
+            return j + 1, LEARNED
+        if (values == before).all():
+            # No update makes the values better, and the best one changes nothing
+            return j + 1, STUCK
+    return most, GOING_ON
+
+
+def learn(run: Run) -> int | None:
+    """
+    Learn until the mean squared error of all values is below 1e-3, which is looked at after every
+    update.
+
+    :param run: what to do
+    :return: number of updates; None if 10,000 updates and 50 for each transition are not enough,
+        or if nothing would change any more
+    """
+    start, draws = np.random.SeedSequence((run.seed, run.n)).spawn(2)
+    rng = np.random.default_rng(start)
+    values = rng.normal(0.0, SPREAD, 2 * run.n)
+    is_linear = run.approximation == "linear"
+    if is_linear:
+        values += np.tile(rng.normal(0.0, SPREAD, 2), run.n)
+    truth = true_values(run.n)
+    memory = replay_memory(run.n, rng)
+    most = MOST_UPDATES[0] + MOST_UPDATES[1] * run.n_transitions
+    if run.replay == "oracle":
+        n_updates, outcome = _replay_best(values, truth, is_linear, most)
+        return int(n_updates) if outcome == LEARNED else None
+    done = 0
+    replay = _replays(run, values, truth, memory)
+    rng = np.random.default_rng(draws)
+    outcome = GOING_ON
+    while outcome == GOING_ON and done < most:
+        n_updates, outcome = replay(rng.random(min(CHUNK, most - done)))
+        done += int(n_updates)
+    return done if outcome == LEARNED else None
+
+
+def _replays(
+    run: Run, values: FloatArray, truth: FloatArray, memory: IntArray
+) -> Callable[[FloatArray], tuple[int, int]]:
+    """
+    Prepare the tree that the transitions are drawn from.
+
+    :param run: what to do
+    :param values: of all pairs, changed by what is returned
+    :param truth: what they should be
+    :param memory: pairs of all transitions
+    :return: a function that replays one transition for each random number it gets
+    """
+    common = (values, truth, run.approximation == "linear")
+    numbers, indices = np.empty(1), np.empty(1, dtype=np.int64)
+    drawing: tuple[Any, ...]
+    writing: tuple[Any, ...]
+    if run.replay in ("rank", "greedy"):
+        ranks = RankTree(len(memory), run.alpha)
+        ranks.fill(0, len(memory), run.initial_priority)
+        arrays = (*ranks._arrays, ranks._shift)
+        drawing = (*arrays, ranks.alpha, *ranks._sums_and_guide(), numbers, indices)
+        writing = (*arrays, indices, numbers)
+        head, is_greedy = ranks._head, run.replay == "greedy"
+        return lambda uniforms: _replay_by_rank(
+            *common, memory, numbers, indices, drawing, writing, head, is_greedy, run.eps, uniforms
+        )
+    tree = SumTree(len(memory))
+    if run.replay == "uniform":
+        # Nothing is written to the tree, so that many draws can be made at a time
+        tree.fill(0, len(memory), 1.0)
+        return lambda uniforms: _replay_given(
+            *common, memory[tree.get_leaf(uniforms * tree.total)[0]]
+        )
+    tree.fill(0, len(memory), run.initial_priority**run.alpha)
+    drawing = (tree._leaves, tree._sums, tree._first, numbers, indices)
+    writing = (tree._leaves, tree._sums, tree._extremes, tree._first, indices, numbers)
+    return lambda uniforms: _replay_in_proportion(
+        *common, memory, numbers, indices, drawing, writing, run.alpha, run.eps, uniforms
+    )
+
+
+# --- all runs ---
+
+
+def plan(settings: BlindCliffwalkSettings) -> list[Run]:
+    """
+    :param settings: what to compare
+    :return: all runs
+    """
+    return [
+        Run(
+            approximation,
+            replay,
+            n,
+            seed,
+            settings.rank_alpha if replay == "rank" else settings.alpha,
+            settings.eps,
+            settings.eps if settings.initial_priority == "eps" else 1.0,
+        )
+        for approximation in settings.approximations
+        for replay in settings.replays
+        for n in settings.sizes
+        for seed in settings.seeds
+    ]
+
+
+def run_all(runs: Sequence[Run], jobs: int) -> pd.DataFrame:
+    """
+    Make runs side by side.
+
+    :param runs: what to do
+    :param jobs: how many at the same time; -1 for as many as there are cores
+    :return: one row a run, in their order: ``approximation``, ``replay``, ``n``, ``transitions``,
+        ``seed``, ``updates`` (missing if it was not enough)
+    """
+    # Longest first, so that no worker waits at the end; short ones together
+    order = sorted(range(len(runs)), key=lambda i: -runs[i].n)
+    updates: list[int | None] = [None] * len(runs)
+    with joblib.parallel_config("loky", inner_max_num_threads=1):
+        parallel = joblib.Parallel(n_jobs=jobs, return_as="generator_unordered")
+        outcomes: Iterator[tuple[int, int | None]] = parallel(
+            joblib.delayed(_numbered)(i, runs[i]) for i in order
+        )
+        for i, n_updates in tqdm(outcomes, total=len(runs), unit="run"):
+            updates[i] = n_updates
+    return pd.DataFrame(
+        {
+            "approximation": [run.approximation for run in runs],
+            "replay": [run.replay for run in runs],
+            "n": [run.n for run in runs],
+            "transitions": [run.n_transitions for run in runs],
+            "seed": [run.seed for run in runs],
+            "updates": pd.array(updates, dtype="Int64"),
+        }
+    )
+
+
+def _numbered(i: int, run: Run) -> tuple[int, int | None]:
+    return i, learn(run)
+
+
+def summarize(table: pd.DataFrame) -> pd.DataFrame:
+    """
+    :param table: of :func:`run_all`
+    :return: one row for each approximation, replay and size: ``median``, ``low`` and ``high`` of
+        the updates, ``n_runs``, ``n_learned``. Runs that did not learn count as longer than all
+        others; a number that is one of theirs is infinite.
+    """
+    keys = ["approximation", "replay", "n", "transitions"]
+    updates = table["updates"].astype("float64").fillna(math.inf)
+    grouped = table.assign(updates=updates).groupby(keys, sort=False)["updates"]
+    return grouped.agg(
+        median="median",
+        low="min",
+        high="max",
+        n_runs="size",
+        n_learned=lambda values: int(np.isfinite(values).sum()),
+    ).reset_index()
+
+
+def markdown(summary: pd.DataFrame, approximation: str, with_independent: bool = False) -> str:
+    """
+    :param summary: of :func:`summarize`
+    :param approximation: which part of it
+    :param with_independent: compare with :data:`INDEPENDENT`
+    :return: table of medians in Markdown, with smallest and largest number in brackets
+    """
+    part = summary[summary["approximation"] == approximation]
+    replays = [replay for replay in LABELS if replay in set(part["replay"])]
+    lines = [
+        "| n | transitions | " + " | ".join(LABELS[replay] for replay in replays) + " |",
+        "|" + "---|" * (len(replays) + 2),
+    ]
+    for (n, transitions), rows in part.groupby(["n", "transitions"], sort=True):
+        by_replay = {row.replay: row for row in rows.itertuples()}
+        cells = [_cell(by_replay.get(replay), n, with_independent) for replay in replays]
+        lines.append(f"| {n} | {transitions:,} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _cell(row: Any, n: int, with_independent: bool) -> str:
+    if row is None:
+        return ""
+    if not row.n_learned:
+        return "never"
+    cell = f"{_count(row.median)} ({_count(row.low)} to {_count(row.high)})"
+    independent = INDEPENDENT.get(n, {}).get(row.replay)
+    if with_independent and independent:
+        cell += f", {row.median / independent - 1.0:+.0%}"
+    return cell
+
+
+def _count(number: float) -> str:
+    return f"{math.floor(number + 0.5):,}" if math.isfinite(number) else "never"
+
+
+def draw(summary: pd.DataFrame, title: str) -> Figure:
+    """
+    Draw median updates against the size of the memory, both logarithmic, from the smallest to the
+    largest number.
+
+    :param summary: of :func:`summarize`
+    :param title: of the picture
+    :return: one plot for each approximation
+    """
+    approximations = list(dict.fromkeys(summary["approximation"]))
+    names = {"tabular": "tabular", "linear": "linear: one-hot and constant"}
+    with style():
+        made, plots = figure(1, len(approximations), 4.6, 4.2)
+        for axes, approximation in zip(plots[0], approximations, strict=True):
+            part = summary[summary["approximation"] == approximation]
+            for replay, label in LABELS.items():
+                rows = part[part["replay"] == replay]
+                if rows.empty:
+                    continue
+                learned = np.isfinite(rows["median"])
+                if not learned.any():
+                    label += ": never"
+                elif not learned.iloc[-1]:
+                    label += f": not beyond {rows['transitions'][learned].max():,}"
+                rows = rows[learned]
+                color, marker = LOOKS[replay]
+                high = rows["high"].where(np.isfinite(rows["high"]))
+                axes.fill_between(
+                    rows["transitions"], rows["low"], high, color=color, alpha=0.18, linewidth=0
+                )
+                axes.plot(
+                    rows["transitions"],
+                    rows["median"],
+                    color=color,
+                    marker=marker,
+                    markersize=4,
+                    label=label,
+                )
+            axes.set(xscale="log", yscale="log", title=names[approximation])
+            axes.set_xlabel("transitions in the memory, one of them with a reward")
+            axes.set_ylabel("updates until the mean squared error is below 0.001")
+            axes.legend(loc="upper left")
+        for axes in plots[0][1:]:
+            axes.sharey(plots[0][0])
+            axes.set_ylabel("")
+        made.suptitle(title)
+    return made
+
+
+def main(settings: BlindCliffwalkSettings) -> int:
+    """
+    Make all runs, then write the tables and the picture.
+
+    :param settings: what to compare
+    :return: exit code: 0, or 2 if the settings can't be used
+    """
+    try:
+        settings.check()
+        folder = settings.folder
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SettingsError(f"can't make the folder --output {folder}: {error}") from None
+    except SettingsError as error:
+        print(f"sb3-per blind-cliffwalk: {error}", file=sys.stderr)
+        return 2
+    runs = plan(settings)
+    print(
+        f"{len(runs)} runs: {len(settings.sizes)} sizes, {len(settings.replays)} ways of replay, "
+        f"{len(settings.seeds)} seed(s). Results go to {folder}."
+    )
+    begin = time.perf_counter()
+    table = run_all(runs, settings.jobs)
+    seconds = time.perf_counter() - begin
+    print(f"\n{_write(settings, table)}\n{seconds:.0f} s. All of it is in {folder}.")
+    return 0
+
+
+def _write(settings: BlindCliffwalkSettings, table: pd.DataFrame) -> str:
+    """
+    Write ``runs.csv``, ``medians.md``, ``blind_cliffwalk.png`` and ``settings.json``.
+
+    :param settings: what was asked for
+    :param table: of :func:`run_all`
+    :return: the tables of medians
+    """
+    folder = settings.folder
+    table.to_csv(folder / "runs.csv", index=False)
+    summary = summarize(table)
+    # The independent numbers are those of the paper's settings
+    is_paper = settings.initial_priority == "max" and (settings.alpha, settings.eps) == (0.6, 1e-6)
+    lines = [f"# Updates until learned: median (smallest to largest) of {len(settings.seeds)} runs"]
+    for approximation in settings.approximations:
+        with_independent = is_paper and approximation == "tabular"
+        lines += ["", f"## {approximation}", ""]
+        lines.append(markdown(summary, approximation, with_independent))
+        if with_independent:
+            lines += ["", "In percent: difference to the median of an independent implementation."]
+    text = "\n".join(lines) + "\n"
+    (folder / "medians.md").write_text(text, encoding="utf-8")
+    title = "Blind Cliffwalk: updates by way of replay"
+    if settings.initial_priority == "eps":
+        title += f", initial priority {settings.eps:g}"
+    draw(summary, title).savefig(folder / "blind_cliffwalk.png")
+    asked = {name: value for name, value in asdict(settings).items() if name != "output"}
+    about = {"settings": asked, "seeds": settings.seeds, "versions": package_versions()}
+    (folder / "settings.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+    return text

@@ -1,0 +1,146 @@
+"""Variants of prioritized replay that were tried and are no options of PERDQN."""
+
+import inspect
+from typing import Any, Literal, get_args
+
+import numpy as np
+from stable_baselines3.common.vec_env import VecNormalize
+
+from sb3_per import PERDQN, PrioritizedReplayBuffer
+from sb3_per.buffers.replay import Array, check_choice, check_number
+from sb3_per.buffers.samples import PrioritizedReplayBufferSamples
+from sb3_per.callbacks.statistics import drawable_indices, td_errors_in_buffer
+
+__all__ = ["PERDQNTrial", "TrialReplayBuffer"]
+
+#: Priority of new transitions: the largest of all, or of those that were replayed
+NewPriority = Literal["max", "measured"]
+
+#: What importance-sampling weights are divided by: the batch's largest, its mean, or nothing
+WeightDivisor = Literal["max", "mean", "none"]
+
+
+class TrialReplayBuffer(PrioritizedReplayBuffer):
+    """
+    Buffer of :class:`PERDQNTrial`, for one environment or several, without memory saving.
+
+    :param new_priority: of transitions that were never replayed
+    :param uniform_share: of each batch that is drawn uniformly, in ``[0, 1]``
+    :param weight_divisor: of importance-sampling weights
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        new_priority: NewPriority = "max",
+        uniform_share: float = 0.0,
+        weight_divisor: WeightDivisor = "max",
+        **kwargs: Any,
+    ) -> None:
+        check_choice("new_priority", new_priority, get_args(NewPriority))
+        check_choice("weight_divisor", weight_divisor, get_args(WeightDivisor))
+        self.new_priority = new_priority
+        self.uniform_share = check_number("uniform_share", uniform_share, high=1.0)
+        self.weight_divisor = weight_divisor
+        super().__init__(*args, **kwargs)
+        self.was_replayed = np.zeros(self.tree.capacity, dtype=bool)
+
+    def add(
+        self,
+        obs: Array,
+        next_obs: Array,
+        action: Array,
+        reward: Array,
+        done: Array,
+        infos: list[dict[str, Any]],
+    ) -> None:
+        """As in :class:`PrioritizedReplayBuffer`."""
+        start = self.pos * self.n_envs
+        super().add(obs, next_obs, action, reward, done, infos)
+        self.was_replayed[start : start + self.n_envs] = False
+
+    def _admit(self, start: int, priority: float) -> None:
+        if self.new_priority == "measured":
+            replayed = self.tree[: self.n_transitions][self.was_replayed[: self.n_transitions]]
+            priority = float(replayed.max(initial=0.0)) or 1.0
+        super()._admit(start, priority)
+
+    def update_priorities(self, indices: Any, td_errors: Any) -> None:
+        """As in :class:`PrioritizedReplayBuffer`."""
+        super().update_priorities(indices, td_errors)
+        self.was_replayed[indices] = True
+
+    def sample(  # type: ignore[override]
+        self, batch_size: int, env: VecNormalize | None = None
+    ) -> PrioritizedReplayBufferSamples:
+        """As in :class:`PrioritizedReplayBuffer`, with probabilities that allow for the share."""
+        indices, masses = self.tree.sample(batch_size)
+        share, n = self.uniform_share, self.n_transitions
+        if share:
+            uniform = np.random.random_sample(batch_size) < share
+            indices = np.where(uniform, np.random.randint(n, size=batch_size), indices)
+            masses = self.tree.masses(indices)
+        probabilities = (1.0 - share) * masses / self.tree.total + share / n
+        batch = self._make_batch(indices, probabilities, env)
+        if self.weight_divisor == "max":
+            return batch
+        # They were divided by the largest, which belongs to the least likely one
+        factor = (n * probabilities.min()) ** -self.beta
+        if self.weight_divisor == "mean":
+            factor = 1.0 / batch.weights.mean()
+        return batch._replace(weights=batch.weights * factor)
+
+
+class PERDQNTrial(PERDQN):
+    """
+    PERDQN with variants that ``docs/results.md`` reports on.
+
+    :param new_priority: priority of transitions that were never replayed: the largest of all
+        (``"max"``, as PERDQN has it), or of those that were replayed (``"measured"``)
+    :param uniform_share: of each batch that is drawn uniformly, in ``[0, 1]``
+    :param weight_divisor: divide weights by the largest of the batch (``"max"``, as PERDQN does),
+        by their mean (``"mean"``) or not at all (``"none"``)
+    :param refresh: measure all stored TD errors anew whenever the target network has changed
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        new_priority: NewPriority = "max",
+        uniform_share: float = 0.0,
+        weight_divisor: WeightDivisor = "max",
+        refresh: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        self.refresh = refresh
+        self._last_measured = 0
+        super().__init__(  # type: ignore[misc]  # given twice is an error, as it should be
+            *args,
+            replay_buffer_class=TrialReplayBuffer,
+            replay_buffer_kwargs={
+                "new_priority": new_priority,
+                "uniform_share": uniform_share,
+                "weight_divisor": weight_divisor,
+            },
+            **kwargs,
+        )
+
+    def train(self, gradient_steps: int, batch_size: int = 100) -> None:
+        """As in :class:`~sb3_per.PERDQN`, with priorities brought up to date before."""
+        buffer = self.replay_buffer
+        assert isinstance(buffer, TrialReplayBuffer)
+        interval = max(self.target_update_interval // self.n_envs, 1)
+        if self.refresh and self._n_calls // interval != self._last_measured:
+            self._last_measured = self._n_calls // interval
+            buffer.update_priorities(drawable_indices(buffer), td_errors_in_buffer(self))
+        super().train(gradient_steps, batch_size)
+
+
+# What can be given, for those who ask, in place of `*args` and `**kwargs`
+_own = inspect.signature(PERDQNTrial.__init__).parameters
+PERDQNTrial.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    [
+        *inspect.signature(PERDQN).parameters.values(),
+        *(value for value in _own.values() if value.kind is value.KEYWORD_ONLY),
+    ]
+)

@@ -1,0 +1,119 @@
+from typing import Any
+
+import pytest
+from stable_baselines3 import DQN
+from stable_baselines3.common.env_util import make_vec_env
+
+from sb3_per import PERDQN
+from sb3_per.compare.agents import parse_agent, parse_agents
+from sb3_per.compare.settings import SettingsError
+
+HYPERPARAMS: dict[str, Any] = {
+    "n_timesteps": 100,
+    "policy": "MlpPolicy",
+    "learning_rate": 0.01,
+    "buffer_size": 500,
+    "policy_kwargs": "dict(net_arch=[8])",
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "label"),
+    [
+        ("uniform", "uniform", "uniform"),
+        ("DQN", "uniform", "uniform"),
+        (" per ", "per", "PER"),
+        ("per()", "per", "PER"),
+        ("PERDQN( alpha = .8 )", "per(alpha=0.8)", "PER (alpha=0.8)"),
+        (
+            "per(double_q=True, alpha=0.5)",
+            "per(alpha=0.5, double_q=True)",
+            "PER (alpha=0.5, double_q=True)",
+        ),
+        ("per(loss='mse')", "per(loss='mse')", "PER (loss='mse')"),
+        ("qrdqn(n_quantiles=25)", "qrdqn(n_quantiles=25)", "QR-DQN uniform (n_quantiles=25)"),
+        ("per_qrdqn", "per_qrdqn", "QR-DQN PER"),
+    ],
+)
+def test_names_and_labels(text: str, name: str, label: str) -> None:
+    agent = parse_agent(text)
+    assert (str(agent), agent.label) == (name, label)
+    assert parse_agent(name) == agent
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("ppo", "there is no 'ppo', only uniform, per, "),
+        ("per(alpha)", "can't read"),
+        ("per(0.8)", "an agent is a name"),
+        ("per(alpha=x)", "can't read"),
+        ("per(**{'alpha': 1})", "can't read"),
+        ("per alpha=1", "can't read"),
+        ("", "can't read"),
+        ("per.x", "an agent is a name"),
+    ],
+)
+def test_names_that_are_none(text: str, message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        parse_agent(text)
+
+
+def test_the_same_agent_twice() -> None:
+    with pytest.raises(SettingsError, match=r"per\(alpha=0.5\) more than once"):
+        parse_agents(["per(alpha=.5)", "uniform", "per(alpha=0.50)"])
+
+
+def test_agents_have_their_class_and_options_and_the_hyperparameters_of_all() -> None:
+    env = make_vec_env("CartPole-v1")
+    uniform = parse_agent("uniform").make(env, HYPERPARAMS, seed=3, device="cpu")
+    per = parse_agent("per(alpha=0.3, learning_rate=0.002)").make(env, HYPERPARAMS, 3, "cpu")
+    assert (type(uniform), type(per)) == (DQN, PERDQN)
+    assert isinstance(per, PERDQN)
+    assert (uniform.learning_rate, per.learning_rate, per.alpha, per.beta) == (
+        0.01,
+        0.002,
+        0.3,
+        0.4,
+    )
+    assert uniform.buffer_size == per.buffer_size == 500
+    # The same network with the same first weights
+    for ours, theirs in zip(uniform.policy.parameters(), per.policy.parameters(), strict=True):
+        assert ours.shape == theirs.shape
+        assert (ours == theirs).all()
+
+
+def test_quantiles_are_an_option_of_the_policy() -> None:
+    pytest.importorskip("sb3_contrib", reason="extra contrib")
+    agent = parse_agent("qrdqn(n_quantiles=7)")
+    agent.check(HYPERPARAMS)
+    model = agent.make(make_vec_env("CartPole-v1"), HYPERPARAMS, seed=0, device="cpu")
+    assert model.policy_kwargs["n_quantiles"] == 7
+    assert model.policy_kwargs["net_arch"] == [8]
+    parse_agent("per").check(HYPERPARAMS)
+    with pytest.raises(SettingsError, match="n_quantiles is no option of per"):
+        parse_agent("per(n_quantiles=7)").check(HYPERPARAMS)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("uniform(alpha=0.5)", "alpha is no option of uniform"),
+        ("per(alhpa=0.5)", "alhpa is no option of per"),
+        ("per(policy_kwargs={})", "policy_kwargs must be the same for all agents"),
+        ("per(seed=1)", "seed is no option"),
+        ("per(env='CartPole-v1')", "env is no option"),
+        ("per(tensorboard_log='x')", "tensorboard_log is no option"),
+    ],
+)
+def test_options_that_an_agent_does_not_have(text: str, message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        parse_agent(text).check(HYPERPARAMS)
+
+
+def test_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "sb3_contrib", None)
+    with pytest.raises(SettingsError, match=r"needs sb3_contrib: pip install 'sb3-per\[contrib\]'"):
+        parse_agent("qrdqn").check(HYPERPARAMS)

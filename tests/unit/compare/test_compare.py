@@ -1,0 +1,267 @@
+"""The command, in this process; tests/e2e has it as a whole."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from sb3_per.compare import backends
+from sb3_per.compare import main as compare
+from sb3_per.compare.main import main, plan
+from sb3_per.compare.settings import CompareSettings, SettingsError
+from sb3_per.compare.store import Store
+from sb3_per.compare.training import Run, train
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, str, int]]]:
+    """Keys of the runs that are really made; pictures are left out."""
+    keys: list[tuple[str, str, int]] = []
+
+    def keep(run: Run) -> Any:
+        keys.append(run.key)
+        return train(run)
+
+    monkeypatch.setattr(backends, "train", keep)
+    monkeypatch.setattr(compare, "draw", lambda comparison, folder: [])
+    return keys  # type: ignore[return-value]
+
+
+def settings(small: dict[str, Any], folder: Path, **changes: Any) -> CompareSettings:
+    return CompareSettings(**{**small, "output": folder, "timesteps": 120, **changes})
+
+
+def content(folder: Path) -> dict[str, pd.DataFrame]:
+    tables = Store(folder).read_tables()
+    tables["runs"] = tables["runs"].drop(columns="seconds")
+    return tables
+
+
+def assert_same(first: Path, second: Path) -> None:
+    ours, theirs = content(first), content(second)
+    for name, table in ours.items():
+        pd.testing.assert_frame_equal(table, theirs[name], check_exact=True)
+
+
+def test_all_runs_are_planned_with_the_same_hyperparameters(
+    small: dict[str, Any], tmp_path: Path
+) -> None:
+    store = Store(tmp_path / "x")
+    runs = plan(
+        settings(small, tmp_path, envs=("GridWorld-v0", "CartPole-v1"), first_seed=4), store
+    )
+    assert [run.key for run in runs] == [
+        (env_id, agent, seed)
+        for env_id in ("sb3_per/GridWorld-v0", "CartPole-v1")
+        for seed in (4, 5)
+        for agent in ("uniform", "per")
+    ]
+    for run in runs:
+        assert run.hyperparams["n_timesteps"] == 120
+        assert run.hyperparams["learning_starts"] == 60
+        assert "threshold" not in run.hyperparams
+        assert (run.n_evals, run.eval_episodes, run.snapshot_episodes) == (4, 3, (0, 20, 10_000))
+    written = store.settings()
+    assert written["seeds"] == [4, 5]
+    # From the file, and from the environment itself
+    assert written["analysis"]["thresholds"] == {"sb3_per/GridWorld-v0": 0.8, "CartPole-v1": 475.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "n_timesteps"),
+    [({}, 400), ({"budget": 0.25}, 100), ({"timesteps": 7}, 7), ({"quick": True}, 120)],
+)
+def test_budgets(
+    small: dict[str, Any], tmp_path: Path, changes: dict[str, Any], n_timesteps: int
+) -> None:
+    runs = plan(settings(small, tmp_path, **{"timesteps": None, **changes}), Store(tmp_path / "x"))
+    assert {run.hyperparams["n_timesteps"] for run in runs} == {n_timesteps}
+
+
+def test_threshold_of_the_command_line_comes_first(small: dict[str, Any], tmp_path: Path) -> None:
+    store = Store(tmp_path / "x")
+    plan(settings(small, tmp_path, threshold=0.3), store)
+    assert store.settings()["analysis"]["thresholds"] == {"sb3_per/GridWorld-v0": 0.3}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"agents": ("uniform", "per(alhpa=1)")}, "alhpa is no option of per"),
+        ({"agents": ("dqn", "uniform")}, "uniform more than once"),
+        ({"envs": ("Acrobot-v1",)}, "no hyperparameters for Acrobot-v1"),
+        ({"eval_episodes": 0}, "--eval-episodes"),
+    ],
+)
+def test_mistakes_are_found_before_anything_is_written(
+    small: dict[str, Any], tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(SettingsError, match=message):
+        plan(settings(small, tmp_path, **changes), Store(tmp_path / "x"))
+    assert not (tmp_path / "x").exists()
+
+
+def test_finished_runs_are_never_repeated(
+    small: dict[str, Any], tmp_path: Path, trained: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(settings(small, tmp_path / "a")) == 0
+    assert len(trained) == 4
+    before = content(tmp_path / "a")
+    trained.clear()
+    assert main(settings(small, tmp_path / "a")) == 0
+    assert trained == []
+    assert "4 runs: 1 environment(s), 2 agent(s), 2 seed(s); 4 finished before" in (
+        capsys.readouterr().out
+    )
+    for name, table in content(tmp_path / "a").items():
+        pd.testing.assert_frame_equal(table, before[name])
+    # More seeds: only those
+    assert main(settings(small, tmp_path / "a", n_seeds=3)) == 0
+    assert [key[2] for key in trained] == [2, 2]
+    assert content(tmp_path / "a")["runs"]["seed"].tolist() == [0, 1, 2] * 2
+
+
+def test_stopped_comparison_goes_on_with_the_rest_and_ends_the_same(
+    small: dict[str, Any],
+    tmp_path: Path,
+    trained: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(settings(small, tmp_path / "whole")) == 0
+    trained.clear()
+    write = Store.write
+
+    def write_two(self: Store, run: Run, tables: Any) -> None:
+        if len(trained) > 2:
+            raise KeyboardInterrupt
+        write(self, run, tables)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "write", write_two)
+        assert main(settings(small, tmp_path / "stopped")) == 130
+    assert "Stopped: 2 of 4 runs are finished and kept" in capsys.readouterr().err
+    assert len(content(tmp_path / "stopped")["runs"]) == 2
+    done = set(trained[:2])
+    trained.clear()
+    assert main(settings(small, tmp_path / "stopped")) == 0
+    assert len(trained) == 2
+    assert not done & set(trained)
+    assert_same(tmp_path / "whole", tmp_path / "stopped")
+
+
+def test_other_settings_for_the_same_folder_are_refused(
+    small: dict[str, Any], tmp_path: Path, trained: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(settings(small, tmp_path / "a", n_seeds=1, agents=("uniform",))) == 0
+    trained.clear()
+    assert main(settings(small, tmp_path / "a", timesteps=130, n_evals=7)) == 2
+    message = capsys.readouterr().err
+    assert "run: n_evals 4 there, 7 now" in message
+    assert "sb3_per/GridWorld-v0: n_timesteps 120 there, 130 now" in message
+    assert trained == []
+
+
+def test_other_versions_are_told_of(
+    small: dict[str, Any], tmp_path: Path, trained: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(settings(small, tmp_path / "a", n_seeds=1, agents=("uniform",))) == 0
+    path = tmp_path / "a" / "settings.json"
+    there = json.loads(path.read_text())
+    now, there["versions"]["torch"] = there["versions"]["torch"], "0.4.1"
+    path.write_text(json.dumps(there))
+    capsys.readouterr()
+    assert main(settings(small, tmp_path / "a", n_seeds=1, agents=("uniform",))) == 0
+    assert f"has runs made with torch 0.4.1, now {now}" in capsys.readouterr().err
+
+
+def test_one_failed_run_loses_no_other(
+    small: dict[str, Any],
+    tmp_path: Path,
+    trained: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail_once(run: Run) -> Any:
+        if run.key[1:] == ("per", 0):
+            raise ValueError("an exploded network")
+        return train(run)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(backends, "train", fail_once)
+        assert main(settings(small, tmp_path / "a")) == 1
+    captured = capsys.readouterr()
+    assert "failed: sb3_per/GridWorld-v0, per, seed 0: ValueError: an exploded network" in (
+        captured.out + captured.err
+    )
+    assert "1 of 4 runs failed" in captured.err
+    (file,) = (tmp_path / "a" / "failures").iterdir()
+    assert "in fail_once" in file.read_text()
+    assert len(content(tmp_path / "a")["runs"]) == 3
+    assert "1 run failed" in (tmp_path / "a" / "report.html").read_text()
+    # The next time, only that one
+    assert main(settings(small, tmp_path / "a")) == 0
+    assert [key[1:] for key in trained] == [("per", 0)]
+    assert "failed" not in (tmp_path / "a" / "report.html").read_text()
+
+
+def test_killed_worker_loses_no_finished_run(
+    small: dict[str, Any],
+    tmp_path: Path,
+    trained: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def two_then_none(runs: list[Run], *_: Any) -> Any:
+        for run in runs[:2]:
+            yield backends.Outcome(run, train(run))
+        raise RuntimeError("a worker process was terminated")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(compare, "train_all", two_then_none)
+        assert main(settings(small, tmp_path / "a")) == 1
+    message = capsys.readouterr().err
+    assert "RuntimeError: a worker process was terminated" in message
+    assert "The workers are gone: 2 of 4 runs are finished and kept" in message
+    assert len(content(tmp_path / "a")["runs"]) == 2
+    assert main(settings(small, tmp_path / "a")) == 0
+    assert len(trained) == 2
+
+
+def test_all_runs_failing_is_a_failure_without_a_report(
+    small: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # A time limit of no step at all is found by Gymnasium, in the run
+    text = small["hyperparams"].read_text().replace("length: 4", "length: 1")
+    (tmp_path / "bad.yml").write_text(text)
+    options = settings(small, tmp_path / "a", hyperparams=tmp_path / "bad.yml", n_seeds=1)
+    assert main(options) == 1
+    assert "2 of 2 runs failed" in capsys.readouterr().err
+    assert not (tmp_path / "a" / "report.html").exists()
+
+
+def test_two_workers_give_the_numbers_of_one(small: dict[str, Any], tmp_path: Path) -> None:
+    """In processes of their own, which have other random states."""
+    for jobs in (1, 2):
+        options = settings(small, tmp_path / str(jobs), jobs=jobs)
+        store = Store(options.folder)
+        runs = plan(options, store)
+        outcomes = list(backends.train_all(runs, "loky", jobs, None))
+        assert {outcome.run.key for outcome in outcomes} == {run.key for run in runs}
+        for run, tables, _ in outcomes:
+            assert tables is not None
+            store.write(run, tables)
+        store.merge_tables()
+    assert_same(tmp_path / "1", tmp_path / "2")
+
+
+def test_backend_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    for backend, package in (("ray", "ray"), ("dask", "distributed")):
+        monkeypatch.setitem(sys.modules, package, None)
+        with pytest.raises(SettingsError, match=rf"needs {package}: pip .*sb3-per\[{backend}\]"):
+            list(backends.train_all([], backend, 1, None))

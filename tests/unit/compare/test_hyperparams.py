@@ -1,0 +1,254 @@
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import pytest
+import torch as th
+from stable_baselines3.common.atari_wrappers import MaxAndSkipEnv
+
+import sb3_per  # noqa: F401  # registers the toy environments
+from sb3_per.compare.hyperparams import (
+    DEFAULT_FILE,
+    full_env_id,
+    load_hyperparams,
+    model_arguments,
+    parse_value,
+    wrapper_of,
+)
+from sb3_per.compare.settings import SettingsError
+
+BASE = "CartPole-v1:\n  n_timesteps: 1000\n  policy: MlpPolicy\n"
+
+
+def load(tmp_path: Path, text: str, env_id: str = "CartPole-v1") -> dict[str, Any]:
+    path = tmp_path / "own.yml"
+    path.write_text(text)
+    return load_hyperparams(path, env_id)
+
+
+def load_line(tmp_path: Path, line: str) -> dict[str, Any]:
+    return load(tmp_path, f"{BASE}  {line}\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("dict(net_arch=[256, 256])", {"net_arch": [256, 256]}),
+        ("dict(net_arch=dict(pi=[8], qf=[8, -1.5]))", {"net_arch": {"pi": [8], "qf": [8, -1.5]}}),
+        ("{'a': (1, None), 'b': True}", {"a": (1, None), "b": True}),
+        ("dict(activation_fn=nn.ReLU)", {"activation_fn": th.nn.ReLU}),
+        ("dict(activation_fn=th.nn.Tanh)", {"activation_fn": th.nn.Tanh}),
+        ("dict(optimizer_class=torch.optim.RMSprop)", {"optimizer_class": th.optim.RMSprop}),
+        (" dict() ", {}),
+    ],
+)
+def test_values_written_as_python(text: str, value: Any) -> None:
+    assert parse_value(text) == value
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "__import__('os').system('true')",
+        "dict(a=open('x'))",
+        "[x for x in (1, 2)]",
+        "lambda: 1",
+        "nn.functional.relu",
+        "nn.Module.__init__",
+        "os.path",
+        "dict(**{'a': 1})",
+        "dict(1)",
+        "2 ** 1000000",
+        "{**{}}",
+        "dict(a=",
+        "-'a'",
+        "{[]: 1}",
+    ],
+)
+def test_nothing_else_is_read_and_nothing_is_run(text: str) -> None:
+    with pytest.raises(SettingsError, match="can't read"):
+        parse_value(text)
+
+
+def test_numbers_as_yaml_and_rl_zoo_write_them(tmp_path: Path) -> None:
+    text = """
+CartPole-v1:
+  n_timesteps: !!float 5e4
+  policy: 'MlpPolicy'
+  learning_rate: 1e-3
+  buffer_size: 1e5
+  train_freq: [4, "step"]
+  gradient_steps: -1
+  gamma: 1
+"""
+    assert load(tmp_path, text) == {
+        "n_timesteps": 50_000,
+        "policy": "MlpPolicy",
+        "learning_rate": 0.001,
+        "buffer_size": 100_000,
+        "train_freq": [4, "step"],
+        "gradient_steps": -1,
+        "gamma": 1.0,
+    }
+
+
+def test_arguments_for_the_algorithm(tmp_path: Path) -> None:
+    hyperparams = load(
+        tmp_path,
+        f"""{BASE}
+  learning_rate: lin_2.3e-3
+  train_freq: "(2, 'episode')"
+  policy_kwargs: "dict(net_arch=[64], activation_fn=nn.ELU)"
+  replay_buffer_kwargs:
+    handle_timeout_termination: False
+  normalize: "dict(norm_obs=True, norm_reward=False)"
+  n_envs: 2
+  frame_stack: 4
+  threshold: 100
+  env_kwargs:
+    sutton_barto_reward: True
+""",
+    )
+    # As it goes to settings.json
+    arguments = model_arguments(json.loads(json.dumps(hyperparams)))
+    schedule = arguments.pop("learning_rate")
+    assert [schedule(1.0), schedule(0.5), schedule(0.0)] == pytest.approx([2.3e-3, 1.15e-3, 0.0])
+    assert arguments == {
+        "policy": "MlpPolicy",
+        "train_freq": (2, "episode"),
+        "policy_kwargs": {"net_arch": [64], "activation_fn": th.nn.ELU},
+        "replay_buffer_kwargs": {"handle_timeout_termination": False},
+    }
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("batchsize: 32", "unknown key 'batchsize'"),
+        ("alpha: 0.5", r'alpha, which belongs to an agent, as in .*"per\(alpha=...\)"'),
+        ("double_q: True", "double_q, which belongs to an agent"),
+        ("n_quantiles: 25", "n_quantiles, which belongs to an agent"),
+        ("callback: x.Y", "callback, which can't be given here"),
+        ("replay_buffer_class: HerReplayBuffer", "each agent has its own"),
+        ("batch_size: 0", "batch_size is 0: an integer of at least 1"),
+        ("batch_size: 32.5", "batch_size is 32.5: an integer"),
+        ("batch_size: True", "batch_size is True: a number"),
+        ("gamma: .nan", "gamma is nan: a finite number"),
+        ("gamma: high", "gamma is 'high'"),
+        ("learning_rate: lin_fast", "learning_rate is 'lin_fast'"),
+        ("learning_rate: cos_1e-3", "learning_rate is 'cos_1e-3'"),
+        ("train_freq: [4, week]", "the unit is step or episode"),
+        ("train_freq: [4]", "train_freq is"),
+        ("optimize_memory_usage: maybe", "True or False"),
+        ("policy_kwargs: [64]", "a dict is needed"),
+        ("policy_kwargs: \"eval('1')\"", "can't read"),
+        ("normalize: 3", "a dict is needed"),
+        ("env_wrapper: NoDot", "neither the dotted name"),
+        ("env_wrapper: no.such.Wrapper", "can't import no.such.Wrapper"),
+        ("env_wrapper: gymnasium.wrappers.NoSuch", "can't import gymnasium.wrappers.NoSuch"),
+    ],
+)
+def test_refusals_name_the_key_and_the_place(tmp_path: Path, line: str, message: str) -> None:
+    with pytest.raises(SettingsError, match=message) as error:
+        load_line(tmp_path, line)
+    assert "own.yml: CartPole-v1" in str(error.value)
+
+
+def test_what_every_section_needs(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="has no n_timesteps"):
+        load(tmp_path, "CartPole-v1:\n  policy: MlpPolicy\n")
+    with pytest.raises(SettingsError, match="has no policy"):
+        load(tmp_path, "CartPole-v1:\n  n_timesteps: 10\n")
+    with pytest.raises(SettingsError, match="must map names to values"):
+        load(tmp_path, "CartPole-v1: 3\n")
+
+
+@pytest.mark.parametrize("text", ["- a\n", "", "a: [\n"])
+def test_files_that_are_no_hyperparameters(tmp_path: Path, text: str) -> None:
+    with pytest.raises(SettingsError, match=r"own\.yml"):
+        load(tmp_path, text)
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"none\.yml"):
+        load_hyperparams(tmp_path / "none.yml", "CartPole-v1")
+
+
+def test_yaml_objects_are_not_made(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="can't read"):
+        load(tmp_path, "CartPole-v1: !!python/object/apply:os.getcwd []\n")
+
+
+def test_section_of_an_environment(tmp_path: Path) -> None:
+    text = "\n".join(
+        f"{name}:\n  n_timesteps: {n}\n  policy: MlpPolicy"
+        for n, name in enumerate(["sb3_per/GridWorld-v0", "Acrobot-v1", "default"], start=1)
+    )
+    for env_id, n in (
+        ("sb3_per/GridWorld-v0", 1),
+        ("sb3_per_envs:sb3_per/GridWorld-v0", 1),
+        ("Acrobot-v1", 2),
+        ("CartPole-v1", 3),
+    ):
+        assert load(tmp_path, text, env_id)["n_timesteps"] == n
+    with pytest.raises(SettingsError, match="no hyperparameters for Acrobot-v1: it has CartPole"):
+        load(tmp_path, BASE, "Acrobot-v1")
+
+
+def test_file_of_the_package() -> None:
+    grid = load_hyperparams(DEFAULT_FILE, "sb3_per/GridWorld-v0")
+    assert (grid["n_timesteps"], grid["threshold"]) == (10_000, 0.9)
+    cartpole = load_hyperparams(DEFAULT_FILE, "CartPole-v1")
+    assert cartpole["n_timesteps"] == 50_000
+    assert model_arguments(cartpole)["policy_kwargs"] == {"net_arch": [256, 256]}
+    assert load_hyperparams(DEFAULT_FILE, "Acrobot-v1")["n_timesteps"] == 100_000
+
+
+def test_rl_zoos_own_files_can_be_used() -> None:
+    # Not imported: it patches Gymnasium
+    spec = find_spec("rl_zoo3")
+    if spec is None or spec.origin is None:
+        pytest.skip("needs the extra zoo")
+    folder = Path(spec.origin).parent / "hyperparams"
+    for name in ("dqn.yml", "qrdqn.yml"):
+        for env_id in ("CartPole-v1", "MountainCar-v0", "LunarLander-v3", "Acrobot-v1"):
+            hyperparams = load_hyperparams(folder / name, env_id)
+            assert hyperparams["n_timesteps"] >= 50_000
+            assert model_arguments(hyperparams)["policy_kwargs"]["net_arch"] == [256, 256]
+
+
+@pytest.mark.parametrize(
+    ("given", "full"),
+    [
+        ("GridWorld-v0", "sb3_per/GridWorld-v0"),
+        ("sb3_per/GridWorld-v0", "sb3_per/GridWorld-v0"),
+        ("sb3_per_envs:sb3_per/GridWorld-v0", "sb3_per_envs:sb3_per/GridWorld-v0"),
+        ("CartPole-v1", "CartPole-v1"),
+    ],
+)
+def test_env_ids(given: str, full: str) -> None:
+    assert full_env_id(given) == full
+    assert gym.make(full).spec is not None
+
+
+@pytest.mark.parametrize("env_id", ["CartPoll-v1", "CartPole-v99", "no_such_module:X-v0", ""])
+def test_unknown_env_ids(env_id: str) -> None:
+    with pytest.raises(SettingsError, match=f"--envs {env_id}"):
+        full_env_id(env_id)
+
+
+def test_wrappers_go_around_in_order_with_their_arguments() -> None:
+    wrap = wrapper_of(
+        [
+            "gymnasium.wrappers.FlattenObservation",
+            {"stable_baselines3.common.atari_wrappers.MaxAndSkipEnv": {"skip": 7}},
+        ]
+    )
+    assert wrap is not None
+    env = wrap(gym.make("CartPole-v1"))
+    assert isinstance(env, MaxAndSkipEnv)
+    assert env._skip == 7
+    assert isinstance(env.env, gym.wrappers.FlattenObservation)
+    assert wrapper_of(None) is None
