@@ -28,21 +28,28 @@ class Algorithm(NamedTuple):
     :param module: that has it
     :param name: of the class
     :param label: what it is called in pictures
+    :param is_prioritized: whether it replays by priority
     :param extra: of this package that brings what it needs
+    :param policy_options: options that it takes by way of ``policy_kwargs``
     """
 
     module: str
     name: str
     label: str
+    is_prioritized: bool
     extra: str | None = None
+    policy_options: tuple[str, ...] = ()
 
 
 ALGORITHMS = {
-    "uniform": Algorithm("stable_baselines3", "DQN", "uniform"),
-    "per": Algorithm("sb3_per", "PERDQN", "PER"),
-    "qrdqn": Algorithm("sb3_contrib", "QRDQN", "QR-DQN uniform", "contrib"),
-    "per_qrdqn": Algorithm("sb3_per.per_qrdqn", "PERQRDQN", "QR-DQN PER", "contrib"),
-    "per_trial": Algorithm("studies.trials", "PERDQNTrial", "PER trial"),
+    "uniform": Algorithm("stable_baselines3", "DQN", "uniform", False),
+    "per": Algorithm("sb3_per", "PERDQN", "PER", True),
+    "qrdqn": Algorithm(
+        "sb3_contrib", "QRDQN", "QR-DQN uniform", False, "contrib", ("n_quantiles",)
+    ),
+    "per_qrdqn": Algorithm(
+        "sb3_per.per_qrdqn", "PERQRDQN", "QR-DQN PER", True, "contrib", ("n_quantiles",)
+    ),
 }
 
 #: Other names for them
@@ -102,10 +109,10 @@ class Agent:
         :return: the untrained agent
         """
         arguments = {**model_arguments(hyperparams), **dict(self.options)}
-        if "n_quantiles" in arguments:
-            n_quantiles = arguments.pop("n_quantiles")
-            policy_kwargs = {**arguments.get("policy_kwargs", {}), "n_quantiles": n_quantiles}
-            arguments["policy_kwargs"] = policy_kwargs
+        for name in ALGORITHMS[self.algorithm].policy_options:
+            if name in arguments:
+                value = arguments.pop(name)
+                arguments["policy_kwargs"] = {**arguments.get("policy_kwargs", {}), name: value}
         return self.algorithm_class()(env=env, seed=seed, device=device, **arguments)
 
     def check(self, hyperparams: Hyperparams) -> None:
@@ -114,8 +121,7 @@ class Agent:
         :raises SettingsError: if the algorithm does not take an option or a hyperparameter
         """
         parameters = set(inspect.signature(self.algorithm_class()).parameters)
-        if "qr" in self.algorithm:
-            parameters.add("n_quantiles")
+        parameters.update(ALGORITHMS[self.algorithm].policy_options)
         for name, _ in self.options:
             if name in SHARED:
                 raise SettingsError(
