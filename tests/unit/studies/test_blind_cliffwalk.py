@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -227,7 +228,7 @@ def test_seeds_differ_and_replays_share_the_start() -> None:
 # --- tables ---
 
 
-def table_of(task: str, **updates: list[int | None]) -> pd.DataFrame:
+def table_of(task: str, **updates: Sequence[int | None]) -> pd.DataFrame:
     """Runs of a task, by agent; an underscore stands for a hyphen."""
     n = int(task.split("-")[1])
     rows = [
@@ -258,7 +259,7 @@ def test_summary_counts_runs_that_did_not_learn_as_the_longest() -> None:
 
 def test_table_of_medians() -> None:
     """Compared with the independent implementation where it has a number, tabular alone."""
-    updates: dict[str, list[int | None]] = {
+    updates: dict[str, Sequence[int | None]] = {
         "uniform": [7_000, 9_009],
         "proportional": [1_000, None],
         "proportional_from_eps": [1],
@@ -302,7 +303,7 @@ def test_the_picture_shows_medians_and_ranges() -> None:
 
 def test_one_picture_for_each_priority_at_the_start() -> None:
     def shown(*agents: str) -> dict[str, list[str]]:
-        summary = summarize(table_of("tabular-4", **{agent: [1, 2] for agent in agents}))
+        summary = summarize(table_of("tabular-4", **{agent: (1, 2) for agent in agents}))
         names = [agent.replace("_", "-") for agent in agents]
         return {
             name: [str(line.get_label()) for line in picture.axes[0].get_lines()]

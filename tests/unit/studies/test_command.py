@@ -31,7 +31,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
         task = corridor(length, **TINY)
         monkeypatch.setitem(TASKS, f"tiny-{length}", task._replace(n_evals=4))
     study = NetworkStudy(["tiny-3", "tiny-4"], ["uniform", "per"], "uniform")
-    monkeypatch.setitem(STUDIES, "tiny", study)  # type: ignore[arg-type]  # a dictionary
+    monkeypatch.setitem(STUDIES, "tiny", study)
     return {"study": "tiny", "n_seeds": 2, "output": tmp_path / "out", "jobs": 1}
 
 
