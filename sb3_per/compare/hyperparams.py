@@ -479,8 +479,8 @@ def _one_wrapper(entry: Any) -> tuple[type[gym.Wrapper[Any, Any, Any, Any]], dic
         ((name, arguments),) = entry.items()
     if not isinstance(name, str) or "." not in name or not isinstance(arguments or {}, Mapping):
         raise SettingsError(
-            f"env_wrapper: {shortened(entry)} is neither the dotted name of a wrapper class nor a mapping "
-            "from one to its arguments"
+            f"env_wrapper: {shortened(entry)} is neither the dotted name of a wrapper class nor a "
+            "mapping from one to its arguments"
         )
     module, _, attribute = name.rpartition(".")
     try:

@@ -18,10 +18,13 @@ import pandas as pd
 from sb3_per.compare.settings import SettingsError
 from sb3_per.compare.training import TABLES, Run, Tables
 
-__all__ = ["Store", "package_versions"]
+__all__ = ["Store", "file_name", "package_versions"]
 
 #: Raised when a folder of an older version could no longer be read
 FORMAT = 1
+
+#: Characters that the name of a file keeps of that of an environment or an agent
+LONGEST_NAME = 100
 
 PACKAGES = (
     "sb3-per",
@@ -151,7 +154,7 @@ class Store:
         :param run: of the comparison
         :return: where its tables go
         """
-        folder = self.folder / "runs" / _file_name(run.env_id) / _file_name(run.agent)
+        folder = self.folder / "runs" / file_name(run.env_id) / file_name(run.agent)
         return folder / f"seed-{run.seed}"
 
     def has(self, run: Run) -> bool:
@@ -201,7 +204,7 @@ class Store:
         return sorted(path.name for path in (self.folder / "failures").glob("*.txt"))
 
     def _failure_file(self, run: Run) -> Path:
-        name = f"{_file_name(run.env_id)}--{_file_name(run.agent)}--seed-{run.seed}.txt"
+        name = f"{file_name(run.env_id)}--{file_name(run.agent)}--seed-{run.seed}.txt"
         return self.folder / "failures" / name
 
     # Tables
@@ -257,14 +260,15 @@ class Store:
         os.replace(path, self.folder / name)
 
 
-def _file_name(name: str) -> str:
+def file_name(name: str) -> str:
     """
     :param name: of an environment or an agent
-    :return: one for files. Where more than a slash had to go, a checksum keeps apart what would
-        look the same.
+    :return: one for files, another for each name. A plus stands for a slash, since no id of
+        Gymnasium has one; where other characters had to go, a checksum keeps names apart.
     """
-    plain = re.sub(r"[^A-Za-z0-9._=-]+", "-", name).strip("-.")
-    if plain == name.replace("/", "-"):
+    wanted = name.replace("/", "+")
+    plain = re.sub(r"[^A-Za-z0-9._=+-]+", "-", wanted).strip("-.")[:LONGEST_NAME]
+    if plain == wanted and "+" not in name:
         return plain
     return f"{plain}-{zlib.crc32(name.encode()):08x}"
 

@@ -403,7 +403,8 @@ def _transition_table(snapshots: list[ReplaySnapshot], cells: Cells) -> pd.DataF
             weights,
         )
         part = pd.DataFrame(dict(zip(TRANSITION_COLUMNS, columns, strict=True)))
-        parts.append(part.astype(TRANSITION_COLUMNS))
+        with np.errstate(over="ignore"):
+            parts.append(part.astype(TRANSITION_COLUMNS))
     if parts:
         return pd.concat(parts, ignore_index=True)
     return pd.DataFrame({name: np.empty(0, kind) for name, kind in TRANSITION_COLUMNS.items()})

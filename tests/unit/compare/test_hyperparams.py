@@ -332,7 +332,7 @@ def test_module_that_fails_while_it_is_imported(
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(SettingsError, match="can't import half_written: RuntimeError: not yet"):
         full_env_id("half_written:Foo-v0")
-    with pytest.raises(SettingsError, match="half_written.Wrapper: RuntimeError: not yet"):
+    with pytest.raises(SettingsError, match=r"half_written\.Wrapper: RuntimeError: not yet"):
         wrapper_of("half_written.Wrapper")
 
 

@@ -1,4 +1,5 @@
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,7 @@ import pandas as pd
 import pytest
 
 from sb3_per.compare.settings import SettingsError
-from sb3_per.compare.store import Store, package_versions
+from sb3_per.compare.store import Store, file_name, package_versions
 from sb3_per.compare.training import TABLES, Run
 
 SETTINGS: dict[str, Any] = {
@@ -176,15 +177,36 @@ def test_failures_are_kept_until_the_run_succeeds(tmp_path: Path) -> None:
     assert store.failures() == []
 
 
-def test_names_become_file_names_that_differ(tmp_path: Path) -> None:
-    store = Store(tmp_path)
-    names = ["per(alpha=0.5)", "per(alpha=0.5, loss='mse')", "per(loss='mse')", "per"]
-    folders = [store.run_folder(run(agent=name)) for name in names]
-    assert len(set(folders)) == 4
-    assert folders[3] == tmp_path / "runs" / "A-v0" / "per" / "seed-0"
-    # One that would lead out of the folder
-    assert store.run_folder(run(env_id="../../x")).resolve().is_relative_to(tmp_path / "runs")
-    assert store.run_folder(run(env_id="ns/A-v0")).parts[-3] == "ns-A-v0"
+def test_names_become_file_names_that_differ() -> None:
+    names = [
+        "per(alpha=0.5)",
+        "per(alpha=0.5, loss='mse')",
+        "per(loss='mse')",
+        "per",
+        "ns/X-v0",
+        "ns-X-v0",
+        "ns+X-v0",
+        "ns.X-v0",
+        "ns:X-v0",
+        "module:ns/X-v0",
+        "module:ns-X-v0",
+        "Ünd-v0",
+        "Änd-v0",
+        *(f"per({'x' * 300}={n})" for n in (1, 2)),
+    ]
+    files = [file_name(name) for name in names]
+    assert len(set(files)) == len(names)
+    assert all(re.fullmatch(r"[A-Za-z0-9._=+-]{1,110}", name) for name in files)
+    assert (file_name("per"), file_name("CartPole-v1")) == ("per", "CartPole-v1")
+    assert file_name("sb3_per/GridWorld-v0") == "sb3_per+GridWorld-v0"
+
+
+@pytest.mark.parametrize("name", ["../../x", "..", ".", "/etc/x", "a\\..\\b", "C:x"])
+def test_no_name_leads_out_of_the_folder(tmp_path: Path, name: str) -> None:
+    folder = Store(tmp_path).run_folder(run(env_id=name))
+    assert folder.parent.parent.parent == tmp_path / "runs"
+    assert folder.resolve().is_relative_to(tmp_path / "runs")
+    assert "\\" not in folder.parts[-3]
 
 
 def test_versions_of_what_the_numbers_depend_on() -> None:
