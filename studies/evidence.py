@@ -14,9 +14,9 @@ import tyro
 from tqdm import tqdm
 
 from sb3_per.compare.agents import parse_agent, parse_agents
-from sb3_per.compare.backends import train_all
+from sb3_per.compare.backends import make_all
 from sb3_per.compare.settings import SettingsError
-from sb3_per.compare.training import Run, Tables
+from sb3_per.compare.training import Run, Tables, train
 from studies.report import write_report
 
 __all__ = ["STUDIES", "TASKS", "EvidenceSettings", "Study", "Task", "main", "runs_of"]
@@ -352,14 +352,15 @@ def _make(path: Path, to_do: Mapping[tuple[str, str, int], Run], jobs: int) -> i
     with (
         path.open("a", newline="", encoding="utf-8") as file,
         tqdm(total=len(to_do), unit="run") as bar,
-        closing(train_all(list(to_do.values()), "loky", jobs, None)) as outcomes,
+        closing(make_all(list(to_do.values()), train, "loky", jobs, None)) as outcomes,
     ):
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         if file.tell() == 0:
             writer.writeheader()
         # Runs come back as copies, from other processes
         tasks = {_identity(run): task for (task, _, _), run in to_do.items()}
-        for run, tables, error in outcomes:
+        for outcome in outcomes:
+            run, tables, error = outcome.run, outcome.result, outcome.traceback
             if tables is None:
                 n_failed += 1
                 bar.write(f"failed: {run.env_id}, {run.agent}, seed {run.seed}:\n{error}")

@@ -9,6 +9,7 @@ import numpy.typing as npt
 import pandas as pd
 from matplotlib.figure import Figure
 
+from sb3_per.compare.agents import ALGORITHMS, parse_agent
 from sb3_per.compare.metrics import (
     Estimate,
     bootstrap_interval,
@@ -16,7 +17,7 @@ from sb3_per.compare.metrics import (
     interquartile_mean_interval,
     probability_of_improvement_interval,
 )
-from sb3_per.compare.style import agent_colors, figure, panels, steps_axis, style
+from sb3_per.compare.style import COLORS, agent_colors, figure, panels, steps_axis, style
 
 __all__ = ["read_runs", "write_report"]
 
@@ -179,7 +180,8 @@ def score_picture(
         for number, (axes, task) in enumerate(zip(rows[0], tasks, strict=True)):
             for place, agent in zip(places, agents, strict=True):
                 value, low, high = interquartile_mean_interval(scores(runs, task, agent))
-                color = agent_colors(["uniform", "per"])["per" if "per" in agent else "uniform"]
+                is_prioritized = ALGORITHMS[parse_agent(agent).algorithm].is_prioritized
+                color = COLORS[1 if is_prioritized else 0]
                 axes.plot([low, high], [place, place], color=color)
                 axes.plot(value, place, "o", color=color, markersize=4)
             middle = interquartile_mean(scores(runs, task, base))

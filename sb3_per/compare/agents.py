@@ -32,25 +32,28 @@ class Algorithm(NamedTuple):
     :param module: that has it
     :param name: of the class
     :param label: what it is called in pictures
+    :param is_prioritized: whether it replays by priority
     :param extra: of this package that brings what it needs
-    :param policy_options: options of its policy that an agent can have like those of the algorithm
+    :param policy_options: options that it takes by way of ``policy_kwargs``
     """
 
     module: str
     name: str
     label: str
+    is_prioritized: bool
     extra: str | None = None
     policy_options: tuple[str, ...] = ()
 
 
 ALGORITHMS = {
-    "uniform": Algorithm("stable_baselines3", "DQN", "uniform"),
-    "per": Algorithm("sb3_per", "PERDQN", "PER"),
-    "qrdqn": Algorithm("sb3_contrib", "QRDQN", "QR-DQN uniform", "contrib", ("n_quantiles",)),
-    "per_qrdqn": Algorithm(
-        "sb3_per.per_qrdqn", "PERQRDQN", "QR-DQN PER", "contrib", ("n_quantiles",)
+    "uniform": Algorithm("stable_baselines3", "DQN", "uniform", False),
+    "per": Algorithm("sb3_per", "PERDQN", "PER", True),
+    "qrdqn": Algorithm(
+        "sb3_contrib", "QRDQN", "QR-DQN uniform", False, "contrib", ("n_quantiles",)
     ),
-    "per_trial": Algorithm("studies.trials", "PERDQNTrial", "PER trial"),
+    "per_qrdqn": Algorithm(
+        "sb3_per.per_qrdqn", "PERQRDQN", "QR-DQN PER", True, "contrib", ("n_quantiles",)
+    ),
 }
 
 #: Transitions in the buffer of an agent that is only tried out
@@ -110,13 +113,10 @@ class Agent:
         :return: the untrained agent
         """
         arguments = model_arguments({**hyperparams, **dict(self.options)})
-        of_policy = {
-            name: arguments.pop(name)
-            for name in ALGORITHMS[self.algorithm].policy_options
-            if name in arguments
-        }
-        if of_policy:
-            arguments["policy_kwargs"] = {**arguments.get("policy_kwargs", {}), **of_policy}
+        for name in ALGORITHMS[self.algorithm].policy_options:
+            if name in arguments:
+                value = arguments.pop(name)
+                arguments["policy_kwargs"] = {**arguments.get("policy_kwargs", {}), name: value}
         return self.algorithm_class()(env=env, seed=seed, device=device, **arguments)
 
     def try_out(self, env: VecEnv, hyperparams: Hyperparams, seed: int, device: str) -> None:
@@ -144,10 +144,8 @@ class Agent:
         :param hyperparams: shared by all agents
         :raises SettingsError: if the algorithm does not take an option or a hyperparameter
         """
-        parameters = {
-            *inspect.signature(self.algorithm_class()).parameters,
-            *ALGORITHMS[self.algorithm].policy_options,
-        }
+        parameters = set(inspect.signature(self.algorithm_class()).parameters)
+        parameters.update(ALGORITHMS[self.algorithm].policy_options)
         for name, _ in self.options:
             if name in SHARED:
                 raise SettingsError(

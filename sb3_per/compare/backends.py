@@ -5,40 +5,58 @@ import logging
 import os
 import traceback
 import warnings
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
 
 import joblib
 
 from sb3_per.compare.settings import SettingsError
-from sb3_per.compare.training import Run, Tables, train
 
-__all__ = ["Outcome", "train_all"]
+__all__ = ["Outcome", "PlannedRun", "make_all"]
 
 
-class Outcome(NamedTuple):
+class PlannedRun(Protocol):
+    """What is known of a run before it is made. It can be pickled."""
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """Task, agent and seed, which tell the runs of a folder apart."""
+
+    @property
+    def cost(self) -> float:
+        """Roughly proportional to the time that the run takes."""
+
+
+R = TypeVar("R", bound=PlannedRun)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Outcome(Generic[R, T]):
     """
     What came of a run.
 
-    :param run: of the comparison
-    :param tables: its tables; None if it failed
-    :param traceback: of the failure, empty if there was none
+    :param run: the run
+    :param result: its result; None if it failed
+    :param traceback: traceback of the failure, empty if there was none
     """
 
-    run: Run
-    tables: Tables | None
+    run: R
+    result: T | None
     traceback: str = ""
 
 
-def train_all(
-    runs: Sequence[Run], backend: str, jobs: int, address: str | None
-) -> Generator[Outcome, None, None]:
+def make_all(
+    runs: Sequence[R], make: Callable[[R], T], backend: str, jobs: int, address: str | None
+) -> Generator[Outcome[R, T], None, None]:
     """
     Make runs side by side. A run that raises an error is an outcome like any other. Closing the
     iterator stops those that are not finished.
 
-    :param runs: what to train
+    :param runs: what to make
+    :param make: makes one run
     :param backend: of joblib: ``"loky"``, ``"ray"`` or ``"dask"``
     :param jobs: runs at the same time; -1 for as many as there are cores
     :param address: of the cluster; None starts one on this machine
@@ -49,8 +67,8 @@ def train_all(
             n_jobs=jobs, return_as="generator_unordered", batch_size=1, pre_dispatch="all"
         )
         # Longest first, so that no worker waits at the end
-        ordered = sorted(runs, key=lambda run: -run.hyperparams["n_timesteps"])
-        outcomes = parallel(joblib.delayed(_attempt)(run) for run in ordered)
+        ordered = sorted(runs, key=lambda run: -run.cost)
+        outcomes = parallel(joblib.delayed(_attempt)(run, make) for run in ordered)
         try:
             # Not `yield from`: closing would then start inside, with the warning
             for outcome in outcomes:  # noqa: UP028
@@ -62,9 +80,9 @@ def train_all(
                 outcomes.close()
 
 
-def _attempt(run: Run) -> Outcome:
+def _attempt(run: R, make: Callable[[R], T]) -> Outcome[R, T]:
     try:
-        return Outcome(run, train(run))
+        return Outcome(run, make(run))
     except Exception:
         return Outcome(run, None, traceback.format_exc())
 

@@ -30,7 +30,7 @@ def summary_rows(summary: pd.DataFrame, env_id: str, agents: Sequence[str]) -> l
     """
     there = summary[summary["env"] == env_id].set_index(["measure", "agent"])
     rows = []
-    for measure, (title, _) in MEASURES.items():
+    for measure, about in MEASURES.items():
         cells = []
         for agent in agents:
             if (measure, agent) not in there.index:
@@ -40,7 +40,7 @@ def summary_rows(summary: pd.DataFrame, env_id: str, agents: Sequence[str]) -> l
             estimate = Estimate(float(row["value"]), float(row["low"]), float(row["high"]))
             cells.append(format_estimate(measure, estimate, int(row["n_runs"])))
         if set(cells) != {NO_VALUE}:
-            rows.append({"title": title, "cells": cells})
+            rows.append({"title": about.title, "cells": cells})
     return rows
 
 

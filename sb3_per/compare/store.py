@@ -1,4 +1,4 @@
-"""The folder of a comparison: runs, tables and settings, each written as a whole or not."""
+"""Folders of runs, and that of a comparison: each file is written as a whole or not."""
 
 import json
 import os
@@ -6,19 +6,24 @@ import re
 import shutil
 import tempfile
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from platform import python_version
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import pandas as pd
 
+from sb3_per.compare.backends import PlannedRun
 from sb3_per.compare.settings import SettingsError
 from sb3_per.compare.training import TABLES, Run, Tables
 
-__all__ = ["Store", "file_name", "package_versions"]
+__all__ = ["RunFolder", "Store", "file_name", "package_versions"]
+
+R = TypeVar("R", bound=PlannedRun)
+T = TypeVar("T")
 
 #: Raised when a folder of an older version could no longer be read
 FORMAT = 1
@@ -52,7 +57,66 @@ def package_versions() -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Store:
+class RunFolder(ABC, Generic[R, T]):
+    """
+    A folder that keeps the results of runs, and the tracebacks of those that failed.
+
+    :param folder: the folder
+    """
+
+    folder: Path
+
+    @abstractmethod
+    def has(self, run: R) -> bool:
+        """
+        :param run: planned run
+        :return: whether it is finished
+        """
+
+    @abstractmethod
+    def write(self, run: R, result: T) -> None:
+        """
+        Keep a finished run, and forget that it failed before.
+
+        :param run: finished run
+        :param result: its result
+        """
+
+    def merge_tables(self) -> None:
+        """Bring the results of all finished runs together, where they were written apart."""
+
+    def write_failure(self, run: R, traceback: str) -> Path:
+        """
+        :param run: run that failed
+        :param traceback: what happened
+        :return: file that keeps it
+        """
+        path = self._failure_file(run)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(traceback, encoding="utf-8")
+        return path
+
+    def failures(self) -> list[str]:
+        """:return: names of the files about runs that failed and were not repeated since"""
+        return sorted(path.name for path in (self.folder / "failures").glob("*.txt"))
+
+    def _failure_file(self, run: R) -> Path:
+        task, agent, seed = run.key
+        name = f"{file_name(task)}--{file_name(agent)}--seed-{seed}.txt"
+        return self.folder / "failures" / name
+
+    def write_text(self, name: str, text: str) -> None:
+        """
+        :param name: name of the file in the folder
+        :param text: its content
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / f".{name}.unfinished"
+        path.write_text(text, encoding="utf-8")
+        os.replace(path, self.folder / name)
+
+
+class Store(RunFolder[Run, Tables]):
     """
     Reads and writes the folder of one comparison.
 
@@ -64,11 +128,7 @@ class Store:
     ``runs/ENV/AGENT/seed-N/``               the tables of one finished run, and ``run.json``
     ``failures/``                            tracebacks of runs that failed
     ======================================== ==================================================
-
-    :param folder: the folder
     """
-
-    folder: Path
 
     # Settings
 
@@ -164,19 +224,19 @@ class Store:
         """
         return self.run_folder(run).is_dir()
 
-    def write(self, run: Run, tables: Tables) -> None:
+    def write(self, run: Run, result: Tables) -> None:
         """
         Keep a finished run. Its folder gets its name when it is complete.
 
         :param run: of the comparison
-        :param tables: its tables
+        :param result: its tables
         """
         place = self.run_folder(run)
         place.parent.mkdir(parents=True, exist_ok=True)
         unfinished = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=place.parent))
         try:
             for name in TABLES:
-                tables[name].to_parquet(unfinished / f"{name}.parquet", index=False)
+                result[name].to_parquet(unfinished / f"{name}.parquet", index=False)
             env_id, agent, seed = run.key
             about = {"env": env_id, "agent": agent, "seed": seed, "versions": package_versions()}
             (unfinished / "run.json").write_text(json.dumps(about, indent=2), encoding="utf-8")
@@ -187,25 +247,6 @@ class Store:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise
         self._failure_file(run).unlink(missing_ok=True)
-
-    def write_failure(self, run: Run, traceback: str) -> Path:
-        """
-        :param run: of the comparison
-        :param traceback: what happened
-        :return: file that keeps it
-        """
-        path = self._failure_file(run)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(traceback, encoding="utf-8")
-        return path
-
-    def failures(self) -> list[str]:
-        """:return: names of the files about runs that failed and were not repeated since"""
-        return sorted(path.name for path in (self.folder / "failures").glob("*.txt"))
-
-    def _failure_file(self, run: Run) -> Path:
-        name = f"{file_name(run.env_id)}--{file_name(run.agent)}--seed-{run.seed}.txt"
-        return self.folder / "failures" / name
 
     # Tables
 
@@ -248,16 +289,6 @@ class Store:
 
     def _write_json(self, name: str, content: Any) -> None:
         self.write_text(name, json.dumps(content, indent=2) + "\n")
-
-    def write_text(self, name: str, text: str) -> None:
-        """
-        :param name: of the file in the folder
-        :param text: its content
-        """
-        self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / f".{name}.unfinished"
-        path.write_text(text, encoding="utf-8")
-        os.replace(path, self.folder / name)
 
 
 def file_name(name: str) -> str:

@@ -27,10 +27,12 @@ class Measure(NamedTuple):
 
     :param title: with its unit
     :param explanation: what it is
+    :param form: form of a value, for ``str.format``, which gets the number of runs, too
     """
 
     title: str
     explanation: str
+    form: str = "{:.3g}"
 
 
 MEASURES = {
@@ -41,27 +43,33 @@ MEASURES = {
         "greedy return over training",
         "mean of all evaluations but the one before training; interquartile mean over runs",
     ),
-    "n_reached": Measure("runs that got to the threshold", "of all runs"),
+    "n_reached": Measure("runs that got to the threshold", "of all runs", "{:.0f} of {}"),
     "episodes_to_threshold": Measure(
         "episodes to threshold",
         "by which half of the runs got there (Kaplan and Meier; runs that did not are censored)",
+        "{:.0f}",
     ),
-    "steps_to_threshold": Measure("steps to threshold", "the same, in environment steps"),
+    "steps_to_threshold": Measure(
+        "steps to threshold", "the same, in environment steps", "{:,.0f}"
+    ),
     "restricted_steps": Measure(
         "mean steps to threshold, within the budget",
         "a run that did not get there counts with its whole budget",
+        "{:,.0f}",
     ),
     "td_error": Measure("mean |TD error| in the buffer at the end", "interquartile mean over runs"),
     "better_final_return": Measure(
         "P(better), final greedy return",
         "probability that a run scores higher than one of the first agent, ties one half",
+        "{:.2f}",
     ),
     "better_mean_return": Measure(
-        "P(better), greedy return over training", "the same, of the return over training"
+        "P(better), greedy return over training", "the same, of the return over training", "{:.2f}"
     ),
     "better_steps": Measure(
         "P(better), steps to threshold",
         "the same, fewer steps being better; runs that did not get there tie with each other",
+        "{:.2f}",
     ),
 }
 
@@ -249,17 +257,9 @@ def format_estimate(measure: str, estimate: Estimate, n_runs: int) -> str:
     >>> format_estimate("n_reached", Estimate(7.0, float("nan"), float("nan")), 10)
     '7 of 10'
     """
-    if measure == "n_reached":
-        return f"{estimate.value:.0f} of {n_runs}"
 
     def text(value: float) -> str:
-        if np.isinf(value):
-            return "not reached"
-        if "steps" in measure and "better" not in measure:
-            return f"{value:,.0f}"
-        if measure == "episodes_to_threshold":
-            return f"{value:.0f}"
-        return f"{value:.2f}" if measure.startswith("better") else f"{value:.3g}"
+        return "not reached" if np.isinf(value) else MEASURES[measure].form.format(value, n_runs)
 
     if np.isnan(estimate.low):
         return text(estimate.value)

@@ -102,6 +102,11 @@ class Run:
         """Environment, agent and seed: what tells the runs of a comparison apart."""
         return self.env_id, self.agent, self.seed
 
+    @property
+    def cost(self) -> float:
+        """Environment steps."""
+        return float(self.hyperparams["n_timesteps"])
+
 
 def make_env(env_id: str, hyperparams: Hyperparams, n_envs: int, seed: int) -> VecEnv:
     """

@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from sb3_per.compare import backends
+from sb3_per.compare import backends, pipeline
 from sb3_per.compare import main as compare
 from sb3_per.compare.main import main, plan
 from sb3_per.compare.settings import CompareSettings, SettingsError
@@ -25,7 +25,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, str, in
         keys.append(run.key)
         return train(run)
 
-    monkeypatch.setattr(backends, "train", keep)
+    monkeypatch.setattr(compare, "train", keep)
     monkeypatch.setattr(compare, "draw", lambda comparison, folder: [])
     return keys  # type: ignore[return-value]
 
@@ -113,7 +113,7 @@ def test_finished_runs_are_never_repeated(
     trained.clear()
     assert main(settings(small, tmp_path / "a")) == 0
     assert trained == []
-    assert "4 runs: 1 environment(s), 2 agent(s), 2 seed(s); 4 finished before" in (
+    assert "4 runs: 1 task(s), 2 agent(s), 2 seed(s); 4 finished before" in (
         capsys.readouterr().out
     )
     for name, table in content(tmp_path / "a").items():
@@ -191,7 +191,7 @@ def test_one_failed_run_loses_no_other(
         return train(run)
 
     with monkeypatch.context() as patch:
-        patch.setattr(backends, "train", fail_once)
+        patch.setattr(compare, "train", fail_once)
         assert main(settings(small, tmp_path / "a")) == 1
     captured = capsys.readouterr()
     assert "failed: sb3_per/GridWorld-v0, per, seed 0: ValueError: an exploded network" in (
@@ -221,7 +221,7 @@ def test_killed_worker_loses_no_finished_run(
         raise RuntimeError("a worker process was terminated")
 
     with monkeypatch.context() as patch:
-        patch.setattr(compare, "train_all", two_then_none)
+        patch.setattr(pipeline, "make_all", two_then_none)
         assert main(settings(small, tmp_path / "a")) == 1
     message = capsys.readouterr().err
     assert "RuntimeError: a worker process was terminated" in message
@@ -249,11 +249,11 @@ def test_two_workers_give_the_numbers_of_one(small: dict[str, Any], tmp_path: Pa
         options = settings(small, tmp_path / str(jobs), jobs=jobs)
         store = Store(options.folder)
         runs = plan(options, store)
-        outcomes = list(backends.train_all(runs, "loky", jobs, None))
+        outcomes = list(backends.make_all(runs, train, "loky", jobs, None))
         assert {outcome.run.key for outcome in outcomes} == {run.key for run in runs}
-        for run, tables, _ in outcomes:
-            assert tables is not None
-            store.write(run, tables)
+        for outcome in outcomes:
+            assert outcome.result is not None
+            store.write(outcome.run, outcome.result)
         store.merge_tables()
     assert_same(tmp_path / "1", tmp_path / "2")
 
@@ -264,4 +264,4 @@ def test_backend_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     for backend, package in (("ray", "ray"), ("dask", "distributed")):
         monkeypatch.setitem(sys.modules, package, None)
         with pytest.raises(SettingsError, match=rf"needs {package}: pip .*sb3-per\[{backend}\]"):
-            list(backends.train_all([], backend, 1, None))
+            list(backends.make_all([], train, backend, 1, None))

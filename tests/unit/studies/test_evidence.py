@@ -135,7 +135,7 @@ def test_a_run_that_fails_is_told_and_the_others_are_kept(
             raise RuntimeError("no luck")
         return train(run)
 
-    monkeypatch.setattr("sb3_per.compare.backends.train", fails_once)
+    monkeypatch.setattr("studies.evidence.train", fails_once)
     settings = EvidenceSettings("tiny", tasks=("tiny-3",), n_seeds=2, output=tmp_path, jobs=1)
     assert evidence.main(settings) == 1
     told = capsys.readouterr()
@@ -155,8 +155,8 @@ def write_runs(folder: Path, scores: dict[tuple[str, str], list[float]]) -> None
 
 def test_the_table_recomputed(tmp_path: Path) -> None:
     per, other = [1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 3.5]
-    write_runs(tmp_path, {("t", "other"): other, ("t", "per"): per})
-    lines = evidence_report.write_report(tmp_path, ["per", "other"], "per")
+    write_runs(tmp_path, {("t", "uniform"): other, ("t", "per"): per})
+    lines = evidence_report.write_report(tmp_path, ["per", "uniform"], "per")
     mean = interquartile_mean_interval(other)
     better = probability_of_improvement_interval(other, per)
     assert (mean.value, better.value) == (5.5, 15 / 16)
@@ -164,7 +164,7 @@ def test_the_table_recomputed(tmp_path: Path) -> None:
         "| agent | t | P(better) |",
         "|---|---|---|",
         "| `per` | 2.50 [1.00, 4.00] |  |",
-        f"| `other` | 5.50 [{mean.low:.2f}, {mean.high:.2f}] | "
+        f"| `uniform` | 5.50 [{mean.low:.2f}, {mean.high:.2f}] | "
         f"**0.94 [{better.low:.2f}, {better.high:.2f}]** |",
     ]
     assert (tmp_path / "summary.md").read_text() == "\n".join(lines) + "\n"
