@@ -37,9 +37,9 @@ __all__ = [
     "GreedyEvaluation",
     "Run",
     "Tables",
-    "check",
     "make_env",
     "train",
+    "try_out",
 ]
 
 #: Of the evaluation environments, out of the way of the seeds of runs. All agents and all
@@ -143,11 +143,12 @@ def _has_channels_last(space: spaces.Space[Any]) -> bool:
     return any(is_image_space(part) and not is_image_space_channels_first(part) for part in parts)
 
 
-def check(
+def try_out(
     env_id: str, hyperparams: Hyperparams, agents: Sequence[Agent], seed: int, device: str
 ) -> None:
     """
-    Make the environments and the agents of some runs once, as they will be made for training.
+    Make the environments and the agents of some runs once, so that what can't be made is known
+    before the first run.
 
     :param env_id: full Gymnasium id
     :param hyperparams: checked ones, the same for all agents
