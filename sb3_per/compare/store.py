@@ -107,9 +107,9 @@ class RunFolder(ABC, Generic[R, T]):
 
         :raises SettingsError: if another command is at work there, or the folder can't be written
         """
-        self.check_is_ours()
         lock = FileLock(self.folder / LOCK)
         with writing(self.folder):
+            self.check_is_ours()
             self.folder.mkdir(parents=True, exist_ok=True)
             try:
                 lock.acquire(timeout=0)

@@ -260,7 +260,6 @@ def format_estimate(measure: str, estimate: Estimate, n_runs: int) -> str:
     >>> format_estimate("n_reached", Estimate(7.0, float("nan"), float("nan")), 10)
     '7 of 10'
     """
-
     about = MEASURES[measure]
 
     def text(value: float) -> str:
