@@ -1,7 +1,11 @@
 """The command, in this process; tests/e2e has it as a whole."""
 
+import errno
+import io
 import json
+import os
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -328,6 +332,105 @@ def test_two_commands_do_not_work_in_one_folder(
     assert main(options) == 0
     with Store(tmp_path / "a").lock():
         assert plot(PlotSettings(tmp_path / "a")) == 2
+
+
+@pytest.mark.parametrize(
+    ("encoding", "name"), [("cp1252", "результат"), ("gbk", "mañana"), ("ascii", "è")]
+)
+def test_output_folder_with_letters_that_the_terminal_lacks(
+    small: dict[str, Any],
+    tmp_path: Path,
+    trained: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    encoding: str,
+    name: str,
+) -> None:
+    out = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr("sys.stdout", out)
+    options = settings(small, tmp_path / name, n_seeds=1, agents=("uniform",))
+    assert main(options) == 0
+    assert plot(PlotSettings(tmp_path / name)) == 0
+    out.flush()
+    assert name.encode("ascii", "backslashreplace").decode() in out.buffer.getvalue().decode()  # type: ignore[attr-defined]
+    # Whoever called the function keeps the stream as it was
+    assert out.errors == "strict"
+    assert len(trained) == 1
+
+
+@pytest.mark.parametrize("name", ["a-file", "a-file/below", "x" * 300])
+def test_output_that_can_not_be_written(
+    small: dict[str, Any],
+    tmp_path: Path,
+    trained: list[Any],
+    name: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "a-file").touch()
+    assert main(settings(small, tmp_path / name)) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("sb3-per compare: ")
+    assert name.partition("/")[0] in line
+    assert trained == []
+
+
+def test_finished_comparison_in_a_folder_that_is_read_only_now(
+    small: dict[str, Any],
+    tmp_path: Path,
+    trained: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = settings(small, tmp_path / "a", n_seeds=1)
+    assert main(options) == 0
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(tmp_path / "a"))
+
+    # Not by chmod: nothing is read-only for root
+    monkeypatch.setattr("os.open", refuse)
+    monkeypatch.setattr("os.replace", refuse)
+    for again in (lambda: main(options), lambda: plot(PlotSettings(tmp_path / "a"))):
+        capsys.readouterr()
+        assert again() == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.endswith(f"can't write {tmp_path / 'a'}: Read-only file system")
+
+
+@pytest.mark.parametrize("at", ["plan", "write_results"])
+def test_stopped_before_and_after_the_runs(
+    small: dict[str, Any],
+    tmp_path: Path,
+    trained: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    at: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compare, at, stop)
+    assert main(settings(small, tmp_path / "a", n_seeds=1)) == 130
+    assert "sb3-per compare: stopped" in capsys.readouterr().err
+
+
+def test_signals_that_end_a_process_are_as_before_afterwards(
+    small: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def look(_: CompareSettings) -> Any:
+        seen.append([signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)])
+        raise SettingsError("enough")
+
+    monkeypatch.setattr(compare, "plan", look)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert main(settings(small, tmp_path / "a")) == 2
+        # As under nohup
+        assert seen == [[signal.default_int_handler, signal.SIG_IGN]]
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_environments_whose_ids_differ_by_a_slash_share_nothing(
