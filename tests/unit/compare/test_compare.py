@@ -3,7 +3,6 @@
 import errno
 import io
 import json
-import os
 import re
 import signal
 from collections.abc import Iterator
