@@ -41,18 +41,6 @@ COMMANDS = {
         "sb3_per.compare.settings:PlotSettings",
         "experiments",
     ),
-    "blind-cliffwalk": Command(
-        "count the updates that Q-learning needs, by the way it replays its memory",
-        "studies.blind_cliffwalk:main",
-        "studies.blind_cliffwalk:BlindCliffwalkSettings",
-        "experiments",
-    ),
-    "evidence": Command(
-        "make the runs behind docs/results.md: when prioritized replay helps",
-        "studies.evidence:main",
-        "studies.evidence:EvidenceSettings",
-        "experiments",
-    ),
     "zoo": Command(
         "rl-zoo3 with the algorithms of this package; all arguments go to it",
         "sb3_per.zoo:main",

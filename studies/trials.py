@@ -9,7 +9,7 @@ from stable_baselines3.common.vec_env import VecNormalize
 from sb3_per import PERDQN, PrioritizedReplayBuffer
 from sb3_per.buffers.replay import Array, check_choice, check_number
 from sb3_per.buffers.samples import PrioritizedReplayBufferSamples
-from sb3_per.callbacks.statistics import drawable_indices, td_errors_in_buffer
+from sb3_per.callbacks import drawable_indices, td_errors_in_buffer
 
 __all__ = ["PERDQNTrial", "TrialReplayBuffer"]
 
@@ -26,7 +26,8 @@ class TrialReplayBuffer(PrioritizedReplayBuffer):
 
     :param new_priority: of transitions that were never replayed
     :param uniform_share: of each batch that is drawn uniformly, in ``[0, 1]``
-    :param weight_divisor: of importance-sampling weights
+    :param weight_divisor: of importance-sampling weights; with ``"max"``, ``weight_normalization``
+        says whether that is the largest of the batch or of the buffer
     """
 
     def __init__(
@@ -43,6 +44,8 @@ class TrialReplayBuffer(PrioritizedReplayBuffer):
         self.uniform_share = check_number("uniform_share", uniform_share, high=1.0)
         self.weight_divisor = weight_divisor
         super().__init__(*args, **kwargs)
+        if self.optimize_memory_usage:
+            raise ValueError("the buffer of a trial does not support `optimize_memory_usage=True`")
         self.was_replayed = np.zeros(self.tree.capacity, dtype=bool)
 
     def add(
@@ -54,16 +57,17 @@ class TrialReplayBuffer(PrioritizedReplayBuffer):
         done: Array,
         infos: list[dict[str, Any]],
     ) -> None:
-        """As in :class:`PrioritizedReplayBuffer`."""
-        start = self.pos * self.n_envs
+        """As in :class:`PrioritizedReplayBuffer`, at the priority that was chosen."""
+        start, stop = self.pos * self.n_envs, (self.pos + 1) * self.n_envs
+        largest = self._largest_replayed() if self.new_priority == "measured" else None
         super().add(obs, next_obs, action, reward, done, infos)
-        self.was_replayed[start : start + self.n_envs] = False
+        self.was_replayed[start:stop] = False
+        if largest is not None:
+            self.tree.fill(start, stop, largest)
 
-    def _admit(self, start: int, priority: float) -> None:
-        if self.new_priority == "measured":
-            replayed = self.tree[: self.n_transitions][self.was_replayed[: self.n_transitions]]
-            priority = float(replayed.max(initial=0.0)) or 1.0
-        super()._admit(start, priority)
+    def _largest_replayed(self) -> float:
+        n = self.n_transitions
+        return float(self.tree[:n][self.was_replayed[:n]].max(initial=0.0)) or 1.0
 
     def update_priorities(self, indices: Any, td_errors: Any) -> None:
         """As in :class:`PrioritizedReplayBuffer`."""
@@ -80,15 +84,17 @@ class TrialReplayBuffer(PrioritizedReplayBuffer):
             uniform = np.random.random_sample(batch_size) < share
             indices = np.where(uniform, np.random.randint(n, size=batch_size), indices)
             masses = self.tree.masses(indices)
+        # Of the drawn ones, and of the least likely one of all: masses have another scale
         probabilities = (1.0 - share) * masses / self.tree.total + share / n
-        batch = self._make_batch(indices, probabilities, env)
-        if self.weight_divisor == "max":
-            return batch
-        # They were divided by the largest, which belongs to the least likely one
-        factor = (n * probabilities.min()) ** -self.beta
+        smallest = (1.0 - share) * self.tree.min_mass / self.tree.total + share / n
+        weights = (n * probabilities) ** -self.beta
         if self.weight_divisor == "mean":
-            factor = 1.0 / batch.weights.mean()
-        return batch._replace(weights=batch.weights * factor)
+            weights /= weights.mean()
+        elif self.weight_divisor == "max":
+            is_batch = self.weight_normalization == "batch"
+            weights /= weights.max() if is_batch else (n * smallest) ** -self.beta
+        batch = self._get_samples(indices, env)
+        return batch._replace(weights=batch.weights.new_tensor(weights[:, None]))
 
 
 class PERDQNTrial(PERDQN):
