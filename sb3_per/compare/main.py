@@ -55,7 +55,7 @@ def plot(settings: PlotSettings) -> int:
     store = Store(settings.folder)
     # Before the lock, which would make the folder
     store.settings()
-    with store.lock():
+    with store.lock(), writing(store.folder):
         write_results(store, threshold=settings.threshold, window=settings.window)
     return 0
 
@@ -160,8 +160,7 @@ def write_results(
     comparison = Comparison(store.read_tables(), settings)
     summary = summarize(comparison)
     store.write_text("summary.csv", summary.to_csv(index=False))
-    with writing(store.folder):
-        pictures = draw(comparison, store.folder / "pictures")
+    pictures = draw(comparison, store.folder / "pictures")
     store.write_text("report.html", render_report(comparison, summary, pictures, store.failures()))
     for env_id in comparison.env_ids:
         _print_summary(comparison, summary, env_id)

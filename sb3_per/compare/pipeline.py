@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from sb3_per.compare.backends import PlannedRun, make_all
 from sb3_per.compare.settings import SettingsError
-from sb3_per.compare.store import RunFolder
+from sb3_per.compare.store import RunFolder, writing
 
 __all__ = ["FAILED", "REFUSED", "STOPPED", "command", "make_missing"]
 
@@ -130,7 +130,8 @@ def make_missing(
         return FAILED
     folder.merge_tables()
     if n_failed < len(runs):
-        report()
+        with writing(folder.folder):
+            report()
     if n_failed:
         print(
             f"{n_failed} of {len(runs)} runs failed: {folder.folder / 'failures'} says why. The "
