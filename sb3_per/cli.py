@@ -87,6 +87,10 @@ def _main(given: list[str]) -> int:
         return 2
     try:
         return _call(name, command, rest)
+    except KeyboardInterrupt:
+        # While the command was still being imported
+        print(f"\nsb3-per {name}: stopped", file=sys.stderr)
+        return 130
     except ModuleNotFoundError as error:
         missing = (error.name or "").split(".")[0]
         if missing in ("", "sb3_per", "sb3_per_envs"):

@@ -102,10 +102,11 @@ def main(settings: StudySettings) -> int:
     runs, agents, base = plan(settings)
     study = STUDIES[settings.study]
     table = RunTable(settings.folder)
-    return make_missing(
-        table,
-        runs,
-        study.make,
-        lambda: print("\n".join(study.report(table.folder, agents, base))),
-        jobs=settings.jobs,
-    )
+    with table.lock():
+        return make_missing(
+            table,
+            runs,
+            study.make,
+            lambda: print("\n".join(study.report(table.folder, agents, base))),
+            jobs=settings.jobs,
+        )

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 import pandas as pd
 
 from sb3_per.compare.settings import SettingsError
-from sb3_per.compare.store import RunFolder
+from sb3_per.compare.store import RunFolder, writing
 
 __all__ = ["KEY", "Row", "RunTable", "Study", "StudyRun", "read_runs"]
 
@@ -127,13 +127,14 @@ class RunTable(RunFolder[StudyRun, Row]):
         :param run: finished run
         :param result: its measures
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
         row = {**dict(zip(KEY, run.key, strict=True)), **result}
-        with self.path.open("a", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, list(row), lineterminator="\n")
-            if file.tell() == 0:
-                writer.writeheader()
-            writer.writerow(row)
+        with writing(self.path):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", newline="", encoding="utf-8") as file:
+                writer = csv.DictWriter(file, list(row), lineterminator="\n")
+                if file.tell() == 0:
+                    writer.writeheader()
+                writer.writerow(row)
         self._finished.add(run.key)
         self._failure_file(run).unlink(missing_ok=True)
 

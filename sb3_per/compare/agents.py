@@ -12,9 +12,13 @@ from stable_baselines3.common.vec_env import VecEnv
 
 from sb3_per.compare.hyperparams import (
     REFUSED,
+    SHARED,
     Hyperparams,
+    check_option,
     keyword_options,
     model_arguments,
+    parse_expression,
+    shortened,
 )
 from sb3_per.compare.settings import SettingsError
 
@@ -52,11 +56,11 @@ ALGORITHMS = {
     ),
 }
 
+#: Transitions in the buffer of an agent that is only tried out
+SMALL_BUFFER = 1000
+
 #: Other names for them
 ALIASES = {"dqn": "uniform", "perdqn": "per", "per_dqn": "per", "perqrdqn": "per_qrdqn"}
-
-#: What all agents must have in common
-SHARED = ("policy", "policy_kwargs", "optimize_memory_usage", "replay_buffer_kwargs")
 
 
 @dataclass(frozen=True)
@@ -108,12 +112,32 @@ class Agent:
         :param device: PyTorch device
         :return: the untrained agent
         """
-        arguments = {**model_arguments(hyperparams), **dict(self.options)}
+        arguments = model_arguments({**hyperparams, **dict(self.options)})
         for name in ALGORITHMS[self.algorithm].policy_options:
             if name in arguments:
                 value = arguments.pop(name)
                 arguments["policy_kwargs"] = {**arguments.get("policy_kwargs", {}), name: value}
         return self.algorithm_class()(env=env, seed=seed, device=device, **arguments)
+
+    def try_out(self, env: VecEnv, hyperparams: Hyperparams, seed: int, device: str) -> None:
+        """
+        Make the agent as for a run, with a small buffer, so that what the algorithm refuses is
+        known before the first run.
+
+        :param env: as it will train on
+        :param hyperparams: shared by all agents
+        :param seed: of a run
+        :param device: PyTorch device
+        :raises SettingsError: if the agent can't be made
+        """
+        options = dict(self.options)
+        wanted = options.pop("buffer_size", hyperparams.get("buffer_size", SMALL_BUFFER))
+        small = {**hyperparams, "buffer_size": min(wanted, SMALL_BUFFER * env.num_envs)}
+        try:
+            Agent(self.algorithm, tuple(options.items())).make(env, small, seed, device)
+        except Exception as error:
+            kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+            raise SettingsError(f"agent {self}: {kind}{error}") from None
 
     def check(self, hyperparams: Hyperparams) -> None:
         """
@@ -145,18 +169,25 @@ def parse_agent(text: str) -> Agent:
     'per(alpha=0.8)'
     """
     try:
-        match ast.parse(text.strip(), mode="eval").body:
+        match parse_expression(text):
             case ast.Name(id=name):
                 options: dict[str, Any] = {}
             case ast.Call(func=ast.Name(id=name), args=[], keywords=keywords):
                 options = keyword_options(keywords)
             case _:
                 raise ValueError('an agent is a name, or one with options: "per(alpha=0.8)"')
-    except (SyntaxError, ValueError, TypeError) as error:
-        raise SettingsError(f"--agents: can't read {text!r}: {error}") from None
+    except (ValueError, TypeError) as error:
+        raise SettingsError(f"--agents: can't read {shortened(text)}: {error}") from None
     name = ALIASES.get(name.lower(), name.lower())
     if name not in ALGORITHMS:
         raise SettingsError(f"--agents: there is no {name!r}, only {', '.join(ALGORITHMS)}")
+    for option, value in options.items():
+        try:
+            options[option] = check_option(option, value)
+        except (ValueError, TypeError) as error:
+            raise SettingsError(
+                f"agent {shortened(text)}: {option} is {shortened(value)}: {error}"
+            ) from None
     return Agent(name, tuple(sorted(options.items())))
 
 

@@ -3,6 +3,8 @@
 import importlib
 import logging
 import os
+import signal
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -63,12 +65,15 @@ def make_all(
     :return: the outcomes, as they come
     """
     with _started(backend, jobs, address):
+        # Few runs wait inside: those that are more than joblib's queue holds can't be given up
+        # without a traceback (KeyError in a thread of its executor, joblib 1.6)
         parallel = joblib.Parallel(
-            n_jobs=jobs, return_as="generator_unordered", batch_size=1, pre_dispatch="all"
+            n_jobs=jobs, return_as="generator_unordered", batch_size=1, pre_dispatch="2*n_jobs"
         )
         # Longest first, so that no worker waits at the end
         ordered = sorted(runs, key=lambda run: -run.cost)
-        outcomes = parallel(joblib.delayed(_attempt)(run, make) for run in ordered)
+        with _interrupts_kept_from_workers():
+            outcomes = parallel(joblib.delayed(_attempt)(run, make) for run in ordered)
         try:
             # Not `yield from`: closing would then start inside, with the warning
             for outcome in outcomes:  # noqa: UP028
@@ -78,6 +83,25 @@ def make_all(
                 # That runs are given up: whoever closes the iterator knows
                 warnings.simplefilter("ignore", UserWarning)
                 outcomes.close()
+
+
+@contextmanager
+def _interrupts_kept_from_workers() -> Iterator[None]:
+    """
+    Processes that are started inside the ``with`` block ignore Ctrl-C, which a terminal sends to
+    all of them: they would print tracebacks. It is this process that stops them. The block takes
+    a moment, in which Ctrl-C is lost.
+    """
+    # Signals can be handled in the main thread alone
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    # Children inherit this, as they do not inherit functions that handle a signal
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _attempt(run: R, make: Callable[[R], T]) -> Outcome[R, T]:

@@ -11,9 +11,9 @@ from sb3_per.compare.pictures import draw
 from sb3_per.compare.pipeline import command, make_missing
 from sb3_per.compare.report import render_report, summary_rows
 from sb3_per.compare.settings import CompareSettings, PlotSettings
-from sb3_per.compare.store import Store, package_versions
+from sb3_per.compare.store import Store, package_versions, writing
 from sb3_per.compare.summary import Comparison, summarize
-from sb3_per.compare.training import Run, train
+from sb3_per.compare.training import Run, train, try_out
 
 __all__ = ["main", "plan", "plot", "write_results"]
 
@@ -26,16 +26,21 @@ def main(settings: CompareSettings) -> int:
     :param settings: what to compare
     :return: exit code: 0, 1 if runs failed, 2 if the settings can't be used, 130 if stopped
     """
+    runs, agreed = plan(settings)
     store = Store(settings.folder)
-    return make_missing(
-        store,
-        plan(settings, store),
-        train,
-        lambda: write_results(store),
-        jobs=settings.jobs,
-        backend=settings.backend,
-        address=settings.address,
-    )
+    with store.lock():
+        _warn_of_other_versions(store)
+        store.agree_on(agreed)
+        store.remove_damaged()
+        return make_missing(
+            store,
+            runs,
+            train,
+            lambda: write_results(store),
+            jobs=settings.jobs,
+            backend=settings.backend,
+            address=settings.address,
+        )
 
 
 @command("sb3-per plot")
@@ -47,18 +52,22 @@ def plot(settings: PlotSettings) -> int:
     :return: exit code: 0, or 2 if there is none
     """
     settings.check()
-    write_results(Store(settings.folder), threshold=settings.threshold, window=settings.window)
+    store = Store(settings.folder)
+    # Before the lock, which would make the folder
+    store.settings()
+    with store.lock(), writing(store.folder):
+        write_results(store, threshold=settings.threshold, window=settings.window)
     return 0
 
 
-def plan(settings: CompareSettings, store: Store) -> list[Run]:
+def plan(settings: CompareSettings) -> tuple[list[Run], dict[str, Any]]:
     """
-    Check everything that can be checked without training, and write the settings down.
+    Check everything that can be checked without training. Nothing is written.
 
     :param settings: what to compare
-    :param store: the folder of the comparison
-    :return: all runs, finished ones too
-    :raises SettingsError: if something can't be done, or the folder has runs with other settings
+    :return: all runs, finished ones too, and what the folder of the comparison should have in its
+        settings
+    :raises SettingsError: if something can't be done
     """
     settings.check()
     agents = parse_agents(settings.agents)
@@ -80,18 +89,9 @@ def plan(settings: CompareSettings, store: Store) -> list[Run]:
         env_id: _threshold(settings, env_id, hyperparams.pop("threshold", None))
         for env_id, hyperparams in environments.items()
     }
-    _warn_of_other_versions(store)
-    store.agree_on(
-        {
-            "environments": environments,
-            "agents": [str(agent) for agent in agents],
-            "seeds": list(settings.seeds),
-            "run": in_common,
-            "analysis": {"window": settings.window, "thresholds": thresholds},
-            "versions": package_versions(),
-        }
-    )
-    return [
+    for env_id, hyperparams in environments.items():
+        try_out(env_id, hyperparams, agents, settings.seeds[-1], settings.device)
+    runs = [
         Run(
             env_id,
             str(agent),
@@ -103,6 +103,14 @@ def plan(settings: CompareSettings, store: Store) -> list[Run]:
         for seed in settings.seeds
         for agent in agents
     ]
+    return runs, {
+        "environments": environments,
+        "agents": [str(agent) for agent in agents],
+        "seeds": list(settings.seeds),
+        "run": in_common,
+        "analysis": {"window": settings.window, "thresholds": thresholds},
+        "versions": package_versions(),
+    }
 
 
 def _hyperparams(settings: CompareSettings, env_id: str) -> dict[str, Any]:

@@ -57,7 +57,8 @@ class Estimate(NamedTuple):
 
 def moving_average(values: npt.ArrayLike, window: int) -> FloatArray:
     """
-    Mean of each value and those before it.
+    Mean of each value and those before it. A value that is huge, infinite or not a number changes
+    the means that it is part of, and no other.
 
     :param values: shape ``(n,)``
     :param window: how many are averaged; fewer at the beginning, as many as there are
@@ -67,10 +68,14 @@ def moving_average(values: npt.ArrayLike, window: int) -> FloatArray:
     array([1., 2., 4., 6.])
     """
     values = np.asarray(values, dtype=np.float64)
-    sums = np.cumsum(values)
-    sums[window:] -= sums[:-window].copy()
-    averages: FloatArray = sums / np.minimum(np.arange(len(values)) + 1, window)
-    return averages
+    n_first = min(window - 1, len(values))
+    with np.errstate(over="ignore", invalid="ignore"):
+        first = np.cumsum(values[:n_first]) / np.arange(1, n_first + 1)
+        if len(values) == n_first:
+            return first
+        # Not differences of one running sum, in which a huge value leaves nothing of the others
+        rest = np.lib.stride_tricks.sliding_window_view(values, window).mean(axis=1)
+    return np.concatenate([first, rest])
 
 
 def at_steps(steps: npt.ArrayLike, values: npt.ArrayLike, grid: npt.ArrayLike) -> FloatArray:
@@ -110,7 +115,8 @@ def interquartile_mean(scores: npt.ArrayLike, axis: int = 0) -> Any:
     >>> float(interquartile_mean([0.0, 1.0, 2.0, 90.0]))
     1.5
     """
-    return stats.trim_mean(scores, TRIMMED, axis=axis)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return stats.trim_mean(scores, TRIMMED, axis=axis)
 
 
 def bootstrap_interval(
@@ -128,23 +134,29 @@ def bootstrap_interval(
     :param axis: of the runs
     :param n_resamples: how often runs are drawn anew
     :return: lower and upper end, each of the shape of the statistic; NaN where a sample has only
-        one run
+        one run, or the statistic is infinite, too large or not a number
     """
     arrays = [np.asarray(sample, dtype=np.float64) for sample in samples]
     if min(array.shape[axis] for array in arrays) < 2:
         nothing = np.full_like(statistic(*arrays, axis=axis), np.nan)
         return nothing, nothing
-    interval = stats.bootstrap(
-        arrays,
-        statistic,
-        axis=axis,
-        n_resamples=n_resamples,
-        vectorized=True,
-        # The others correct for bias by a formula that breaks down where all runs are equal
-        method="percentile",
-        random_state=np.random.default_rng(0),
-    ).confidence_interval
-    return interval.low, interval.high
+    with warnings.catch_warnings(), np.errstate(all="ignore"):
+        # Of values that can't be averaged; what comes of them is not a number
+        warnings.simplefilter("ignore", RuntimeWarning)
+        warnings.simplefilter("ignore", stats.DegenerateDataWarning)
+        interval = stats.bootstrap(
+            arrays,
+            statistic,
+            axis=axis,
+            n_resamples=n_resamples,
+            vectorized=True,
+            # The others correct for bias by a formula that breaks down where all runs are equal
+            method="percentile",
+            random_state=np.random.default_rng(0),
+        ).confidence_interval
+    low, high = np.asarray(interval.low), np.asarray(interval.high)
+    known = np.isfinite(low) & np.isfinite(high)
+    return np.where(known, low, np.nan), np.where(known, high, np.nan)
 
 
 def interquartile_mean_interval(scores: npt.ArrayLike) -> Estimate:

@@ -1,17 +1,20 @@
 """How commands make runs, and how they end."""
 
 import functools
+import io
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from typing import TypeVar
 
 from tqdm import tqdm
 
 from sb3_per.compare.backends import PlannedRun, make_all
 from sb3_per.compare.settings import SettingsError
-from sb3_per.compare.store import RunFolder
+from sb3_per.compare.store import RunFolder, writing
 
 __all__ = ["FAILED", "REFUSED", "STOPPED", "command", "make_missing"]
 
@@ -26,7 +29,8 @@ T = TypeVar("T")
 def command(name: str) -> Callable[[Callable[[S], int]], Callable[[S], int]]:
     """
     Decorator for the function of a command, which takes settings and returns an exit code:
-    settings that can't be used end it with one line and exit code 2.
+    settings that can't be used end it with one line and exit code 2, Ctrl-C and SIGTERM with
+    exit code 130.
 
     :param name: name of the command, for the line
     :return: the decorator
@@ -36,14 +40,51 @@ def command(name: str) -> Callable[[Callable[[S], int]], Callable[[S], int]]:
         @functools.wraps(function)
         def call(settings: S) -> int:
             try:
-                return function(settings)
+                with _printing_anything(), _signals_that_interrupt():
+                    return function(settings)
             except SettingsError as error:
                 print(f"{name}: {error}", file=sys.stderr)
                 return REFUSED
+            except KeyboardInterrupt:
+                print(f"\n{name}: stopped", file=sys.stderr)
+                return STOPPED
 
         return call
 
     return decorate
+
+
+@contextmanager
+def _printing_anything() -> Iterator[None]:
+    """Characters that the standard output has no code for, as in paths, are printed as numbers."""
+    out = sys.stdout
+    if not isinstance(out, io.TextIOWrapper) or out.errors != "strict":
+        yield
+        return
+    out.reconfigure(errors="backslashreplace")
+    try:
+        yield
+    finally:
+        out.reconfigure(errors="strict")
+
+
+@contextmanager
+def _signals_that_interrupt() -> Iterator[None]:
+    """What else ends a process, SIGTERM and a closed terminal, does so as Ctrl-C does."""
+    changed = []
+    # Signals can be handled in the main thread alone
+    if threading.current_thread() is threading.main_thread():
+        for name in ("SIGTERM", "SIGHUP"):
+            number = getattr(signal, name, None)
+            # Not where it is ignored, as under nohup
+            if number is not None and signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, signal.default_int_handler)
+                changed.append(number)
+    try:
+        yield
+    finally:
+        for number in changed:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def make_missing(
@@ -59,7 +100,7 @@ def make_missing(
     """
     Make the runs that the folder does not have, keep each when it is finished, then report.
 
-    :param folder: where results go
+    :param folder: where results go, locked by the caller
     :param runs: all of them, finished ones too
     :param make: makes one run, in a process of its own
     :param report: called at the end, if any of the runs is finished
@@ -89,7 +130,8 @@ def make_missing(
         return FAILED
     folder.merge_tables()
     if n_failed < len(runs):
-        report()
+        with writing(folder.folder):
+            report()
     if n_failed:
         print(
             f"{n_failed} of {len(runs)} runs failed: {folder.folder / 'failures'} says why. The "

@@ -1,5 +1,6 @@
 """What can be asked of the comparison. Imports neither torch nor SB3: ``--help`` needs it."""
 
+import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Literal
@@ -38,6 +39,8 @@ class Settings:
             low, value = SMALLEST.get(field.name), getattr(self, field.name)
             if low is not None and value is not None and value < low:
                 raise SettingsError(f"{option(field.name)} must be at least {low}, got {value}")
+            if field.name == "threshold" and value is not None and not math.isfinite(value):
+                raise SettingsError(f"--threshold must be a finite number, got {value}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +169,10 @@ class CompareSettings(RunSettings):
         self.check_list("agents")
         super().check()
         for wrong, message in (
-            (self.budget is not None and not self.budget > 0.0, "--budget must be above 0"),
+            (
+                self.budget is not None and not 0.0 < self.budget < math.inf,
+                f"--budget must be above 0 and finite, got {self.budget}",
+            ),
             (
                 self.budget is not None and self.timesteps is not None,
                 "give --budget or --timesteps, not both",

@@ -28,11 +28,13 @@ class Measure(NamedTuple):
     :param title: with its unit
     :param explanation: what it is
     :param form: form of a value, for ``str.format``, which gets the number of runs, too
+    :param is_time: whether infinity stands for a threshold that was not reached
     """
 
     title: str
     explanation: str
     form: str = "{:.3g}"
+    is_time: bool = False
 
 
 MEASURES = {
@@ -48,9 +50,10 @@ MEASURES = {
         "episodes to threshold",
         "by which half of the runs got there (Kaplan and Meier; runs that did not are censored)",
         "{:.0f}",
+        is_time=True,
     ),
     "steps_to_threshold": Measure(
-        "steps to threshold", "the same, in environment steps", "{:,.0f}"
+        "steps to threshold", "the same, in environment steps", "{:,.0f}", is_time=True
     ),
     "restricted_steps": Measure(
         "mean steps to threshold, within the budget",
@@ -257,13 +260,16 @@ def format_estimate(measure: str, estimate: Estimate, n_runs: int) -> str:
     >>> format_estimate("n_reached", Estimate(7.0, float("nan"), float("nan")), 10)
     '7 of 10'
     """
+    about = MEASURES[measure]
 
     def text(value: float) -> str:
-        return "not reached" if np.isinf(value) else MEASURES[measure].form.format(value, n_runs)
+        if about.is_time and np.isinf(value):
+            return "not reached"
+        return about.form.format(value, n_runs)
 
     if np.isnan(estimate.low):
         return text(estimate.value)
-    if np.isinf(estimate.value):
+    if about.is_time and np.isinf(estimate.value):
         # Then the upper end is infinite, too
         return "not reached" if np.isinf(estimate.low) else f"not reached [{text(estimate.low)}, …]"
     return f"{text(estimate.value)} [{text(estimate.low)}, {text(estimate.high)}]"

@@ -1,6 +1,7 @@
 """One run of a comparison: train an agent, and keep what tables and pictures need."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,20 +11,22 @@ import numpy.typing as npt
 import pandas as pd
 import torch as th
 from gymnasium import spaces
-from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.evaluation import evaluate_policy
+from stable_baselines3.common.preprocessing import is_image_space, is_image_space_channels_first
 from stable_baselines3.common.vec_env import (
     VecEnv,
     VecFrameStack,
     VecNormalize,
+    VecTransposeImage,
     sync_envs_normalization,
 )
 
-from sb3_per.callbacks.statistics import ReplaySnapshot, ReplaySnapshotCallback
-from sb3_per.compare.agents import parse_agent
+from sb3_per.callbacks import ReplaySnapshot, ReplaySnapshotCallback
+from sb3_per.compare.agents import Agent, parse_agent
 from sb3_per.compare.hyperparams import Hyperparams, options_of, wrapper_of
+from sb3_per.compare.settings import SettingsError
 from sb3_per_envs.blind_cliffwalk import BlindCliffwalkEnv
 from sb3_per_envs.grid_world import GridWorldEnv
 
@@ -36,6 +39,7 @@ __all__ = [
     "Tables",
     "make_env",
     "train",
+    "try_out",
 ]
 
 #: Of the evaluation environments, out of the way of the seeds of runs. All agents and all
@@ -110,7 +114,7 @@ def make_env(env_id: str, hyperparams: Hyperparams, n_envs: int, seed: int) -> V
     :param hyperparams: whose keys about the environment apply
     :param n_envs: number of copies
     :param seed: of the first; the others count up from it
-    :return: the environments, each with SB3's Monitor
+    :return: the environments, each with SB3's Monitor, and nothing left for SB3 to put around them
     """
     env_kwargs = options_of(hyperparams.get("env_kwargs", {}))
     env = make_vec_env(
@@ -120,15 +124,48 @@ def make_env(env_id: str, hyperparams: Hyperparams, n_envs: int, seed: int) -> V
         seed,
         wrapper_class=wrapper_of(hyperparams.get("env_wrapper")),
     )
+    if "frame_stack" in hyperparams:
+        env = VecFrameStack(env, hyperparams["frame_stack"])
+    if _has_channels_last(env.observation_space):
+        env = VecTransposeImage(env)
+    # Around all others: what SB3 stores is the observation that VecNormalize gets
     normalize = hyperparams.get("normalize", False)
     if normalize:
         options = {} if normalize is True else options_of(normalize)
         if "gamma" in hyperparams:
             options["gamma"] = hyperparams["gamma"]
         env = VecNormalize(env, **options)
-    if "frame_stack" in hyperparams:
-        env = VecFrameStack(env, hyperparams["frame_stack"])
     return env
+
+
+def _has_channels_last(space: spaces.Space[Any]) -> bool:
+    parts = space.spaces.values() if isinstance(space, spaces.Dict) else [space]
+    return any(is_image_space(part) and not is_image_space_channels_first(part) for part in parts)
+
+
+def try_out(
+    env_id: str, hyperparams: Hyperparams, agents: Sequence[Agent], seed: int, device: str
+) -> None:
+    """
+    Make the environments and the agents of some runs once, so that what can't be made is known
+    before the first run.
+
+    :param env_id: full Gymnasium id
+    :param hyperparams: checked ones, the same for all agents
+    :param agents: of the runs
+    :param seed: of one of them
+    :param device: PyTorch device
+    :raises SettingsError: if one of them can't be made
+    """
+    try:
+        env = make_env(env_id, hyperparams, hyperparams.get("n_envs", 1), seed)
+    except Exception as error:
+        raise SettingsError(f"can't make {env_id}: {type(error).__name__}: {error}") from None
+    try:
+        for agent in agents:
+            agent.try_out(env, hyperparams, seed, device)
+    finally:
+        env.close()
 
 
 class EpisodeRecorder(BaseCallback):
@@ -197,13 +234,8 @@ class GreedyEvaluation(BaseCallback):
 
 def _evaluation_env(run: Run) -> VecEnv:
     env = make_env(run.env_id, run.hyperparams, run.eval_episodes, EVALUATION_SEED)
-    # With images, channels go first, as in training
-    env = BaseAlgorithm._wrap_env(env, verbose=0)
-    layer: Any = env
-    while layer is not None:
-        if isinstance(layer, VecNormalize):
-            layer.training = layer.norm_reward = False
-        layer = getattr(layer, "venv", None)
+    if isinstance(env, VecNormalize):
+        env.training = env.norm_reward = False
     return env
 
 
@@ -377,7 +409,8 @@ def _transition_table(snapshots: list[ReplaySnapshot], cells: Cells) -> pd.DataF
             weights,
         )
         part = pd.DataFrame(dict(zip(TRANSITION_COLUMNS, columns, strict=True)))
-        parts.append(part.astype(TRANSITION_COLUMNS))
+        with np.errstate(over="ignore"):
+            parts.append(part.astype(TRANSITION_COLUMNS))
     if parts:
         return pd.concat(parts, ignore_index=True)
     return pd.DataFrame({name: np.empty(0, kind) for name, kind in TRANSITION_COLUMNS.items()})
