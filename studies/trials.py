@@ -106,7 +106,7 @@ class PERDQNTrial(PERDQN):
     :param uniform_share: of each batch that is drawn uniformly, in ``[0, 1]``
     :param weight_divisor: divide weights by the largest of the batch (``"max"``, as PERDQN does),
         by their mean (``"mean"``) or not at all (``"none"``)
-    :param refresh: measure all stored TD errors anew whenever the target network has changed
+    :param refresh: measure all stored TD errors again whenever the target network has changed
     """
 
     def __init__(
