@@ -194,6 +194,16 @@ class PrioritizedHerReplayBuffer(PrioritizedDictReplayBuffer, HerReplayBuffer): 
             )
         return super()._why_nothing_can_be_drawn()
 
+    def batch_of(self, indices: IntArray, env: VecNormalize | None = None) -> Any:
+        """
+        The batch for given transitions, with the goals that the agent had: nothing is relabelled.
+
+        :param indices: stored transitions, int64, shape ``(batch,)``
+        :param env: normalizes observations and rewards of the batch, if given
+        :return: the batch, with weights as if these had been drawn
+        """
+        return super()._make_batch(indices, self._masses_of(indices), env)
+
     def _make_batch(self, indices: IntArray, masses: FloatArray, env: VecNormalize | None) -> Any:
         batch = super()._make_batch(indices, masses, env)
         # At random, because a draw by priority comes in the order of the rows

@@ -12,6 +12,7 @@ from stable_baselines3.common.buffers import NStepReplayBuffer, ReplayBuffer
 from stable_baselines3.common.vec_env import VecNormalize
 from stable_baselines3.her.her_replay_buffer import HerReplayBuffer
 
+from sb3_per.buffers.draws import DrawRecord
 from sb3_per.buffers.kernels import gather, look_ahead, priorities_of, weights_of
 from sb3_per.buffers.samples import PrioritizedReplayBufferSamples
 from sb3_per.trees.rank_tree import RankTree
@@ -142,6 +143,9 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
         time, and a change of ``alpha`` applies to all stored transitions.
     :raises ValueError: if an option is out of its range
     """
+
+    #: What was drawn, since :meth:`record_draws` was first called; None before. Not saved.
+    draws: DrawRecord | None = None
 
     _batch_type: type[Any] = PrioritizedReplayBufferSamples
 
@@ -336,7 +340,18 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
         state = self.__dict__.copy()
         # Known by identity alone, which no pickle keeps
         state["_last_draw"] = (None, 0)
+        state.pop("draws", None)
         return state
+
+    def record_draws(self) -> DrawRecord:
+        """
+        Count from now on how often each transition is drawn by :meth:`sample`.
+
+        :return: the record, :attr:`draws`; the same one however often this is called
+        """
+        if self.draws is None:
+            self.draws = DrawRecord(self.buffer_size, self.n_envs)
+        return self.draws
 
     def add(
         self,
@@ -360,6 +375,8 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
         # Read both before SB3 moves on: the row being overwritten counts in the maximum.
         start = self.pos * self.n_envs
         priority = self.tree.max_priority or 1.0
+        if self.draws is not None:
+            self.draws.forget(self.pos)
         super().add(obs, next_obs, action, reward, done, infos)
         self._admit(start, priority)
         self._n_adds += 1
@@ -392,6 +409,20 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
         """From now on, no transition that is stored counts as new."""
         self._n_known = self._n_adds
 
+    def drawable(self, indices: IntArray | None = None) -> npt.NDArray[np.bool_]:
+        """
+        Tell which stored transitions a batch may contain: all, except the oldest row of a full
+        buffer with ``optimize_memory_usage``, whose next observation is gone, and, with hindsight
+        experience replay, what belongs to no finished episode.
+
+        :param indices: stored transitions, shape ``(n,)``; all of them by default
+        :return: whether each may be drawn, shape ``(n,)``
+        """
+        if indices is None:
+            indices = np.arange(self.n_transitions)
+        drawable = self._is_drawable(indices)
+        return np.ones(len(indices), dtype=bool) if drawable is None else drawable
+
     def _is_drawable(self, indices: IntArray) -> npt.NDArray[np.bool_] | None:
         """
         :param indices: stored transitions, shape ``(n,)``
@@ -406,6 +437,8 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
         """Forget all transitions and their priorities."""
         super().reset()
         self._start_tree()
+        if self.draws is not None:
+            self.draws.forget(slice(None))
         # No row is any longer what it was when the latest batch was drawn
         self._n_adds += self.buffer_size
 
@@ -424,6 +457,8 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
             raise ValueError(self._why_nothing_can_be_drawn())
         indices, masses = self.tree.sample(batch_size)
         self._last_draw = (indices, self._n_adds)
+        if self.draws is not None:
+            self.draws.note(indices, self.pos)
         if not self._was_updated:
             self._count_unanswered_draw()
         return self._make_batch(indices, masses, env)
@@ -468,10 +503,7 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
         """
         envs = np.random.randint(0, high=self.n_envs, size=len(batch_inds))
         indices = np.asarray(batch_inds, dtype=np.int64) * self.n_envs + envs
-        masses = self.tree.masses(indices)
-        # Whoever names rows may name some that could not have been drawn: they count as likely ones
-        likely = masses.max(initial=0.0) or 1.0
-        return self._make_batch(indices, np.where(masses > 0.0, masses, likely), env)
+        return self._make_batch(indices, self._masses_of(indices), env)
 
     def batch_of(
         self, indices: IntArray, env: VecNormalize | None = None
@@ -479,11 +511,21 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
         """
         The batch for given transitions, without a draw.
 
-        :param indices: stored transitions that can be drawn, int64, shape ``(batch,)``
+        :param indices: stored transitions, int64, shape ``(batch,)``
         :param env: normalizes observations and rewards of the batch, if given
-        :return: the batch, with weights as if these had been drawn
+        :return: the batch, with weights as if these had been drawn; one without mass, which can't
+            be drawn, weighs as the likeliest does
         """
-        return self._make_batch(indices, self.tree.masses(indices), env)
+        return self._make_batch(indices, self._masses_of(indices), env)
+
+    def _masses_of(self, indices: IntArray) -> FloatArray:
+        """
+        :param indices: named by a caller, not drawn, shape ``(batch,)``
+        :return: their masses, shape ``(batch,)``, with the largest one in place of zeros
+        """
+        masses = self.tree.masses(indices)
+        likely = masses.max(initial=0.0) or 1.0
+        return np.where(masses > 0.0, masses, likely)
 
     def _make_batch(
         self, indices: IntArray, masses: FloatArray, env: VecNormalize | None
