@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -140,7 +140,7 @@ def _td_errors(model: Any, batch: Any) -> th.Tensor:
     # What the networks say of the observation after the end of an episode counts for nothing, even
     # if it is NaN
     targets = th.where(batch.dones > 0, batch.rewards, batch.rewards + discounts * next_values)
-    return cast(th.Tensor, targets - values(batch.observations).gather(1, batch.actions.long()))
+    return targets - values(batch.observations).gather(1, batch.actions.long())
 
 
 def _check_drawable(

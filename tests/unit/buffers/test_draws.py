@@ -75,7 +75,8 @@ def test_a_buffer_counts_when_asked_to() -> None:
     buffer = make_buffer()
     add(buffer, 3)
     buffer.sample(10)
-    assert buffer.draws is None
+    before = buffer.draws
+    assert before is None
     record = buffer.record_draws()
     assert buffer.draws is record is buffer.record_draws()
     indices = buffer.sample(5).indices

@@ -331,6 +331,29 @@ def test_every_module_is_switched_by_its_own_method(mode: bool, make_model: Make
     assert np.unique(errors).size == errors.size
 
 
+@pytest.mark.parametrize("algorithm", [DQN, PERDQN])
+def test_what_a_batch_may_contain(algorithm: Any, make_env: Make, make_model: Make) -> None:
+    def drawable(timesteps: int, kind: str = "box", **options: Any) -> list[int]:
+        model = make_model(algorithm, make_env(2, kind), learning_starts=1000, **options)
+        buffer = model.learn(timesteps).replay_buffer
+        indices = drawable_indices(buffer)
+        if algorithm is PERDQN:
+            everything = np.zeros(buffer.size() * 2, dtype=bool)
+            everything[indices] = True
+            assert buffer.drawable().tolist() == everything.tolist()
+            assert buffer.drawable(np.array([14, 0])).tolist() == everything[[14, 0]].tolist()
+        return [*indices]
+
+    assert drawable(40) == list(range(40))
+    # Full, 30 rows, and row 7 is written next
+    memory_saving = BUFFERS["memory saving"]
+    assert drawable(74) == list(range(60))
+    assert drawable(40, **memory_saving) == list(range(40))
+    assert drawable(74, **memory_saving) == [i for i in range(60) if i not in (14, 15)]
+    # 20 rows, of which the last 5 are of an episode that still runs
+    assert drawable(40, "goal", replay_buffer_class=HerReplayBuffer) == list(range(30))
+
+
 def test_indices_are_checked(make_env: Make, make_model: Make) -> None:
     options = {"optimize_memory_usage": True, "replay_buffer_kwargs": NO_TIMEOUTS}
     model = make_model(DQN, make_env(2), **options).learn(74)  # full, position 7 of 30
