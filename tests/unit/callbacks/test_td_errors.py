@@ -281,9 +281,10 @@ def test_looking_changes_nothing(
 
 
 class FrozenNorm(th.nn.BatchNorm1d):
-    """Has a ``train`` of its own: it never leaves evaluation mode."""
+    """Has a ``train`` of its own: it never leaves evaluation mode, but knows what was asked for."""
 
     def train(self, mode: bool = True) -> "FrozenNorm":
+        self.asked_for = mode
         return super().train(False)
 
 
@@ -326,6 +327,7 @@ def test_every_module_is_switched_by_its_own_method(mode: bool, make_model: Make
     errors = td_errors_in_buffer(model)
     assert [module.training for module in model.policy.modules()] == modes
     assert layers[0][1].training is not mode
+    assert layers[1].asked_for == mode
     # Nothing is dropped
     assert td_errors_in_buffer(model).tolist() == errors.tolist()
     assert np.unique(errors).size == errors.size
