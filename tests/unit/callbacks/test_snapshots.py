@@ -92,7 +92,7 @@ def test_training_goes_on_where_it_was(make_model: Make) -> None:
         (2, 20, "freq", 20),
         (3, 22, "episode", 22),
     ]
-    # Counted anew, with what is in the buffer
+    # Counted from 0 again, with what is in the buffer
     model.learn(8, callback=callback)
     assert moments(callback.snapshots[6:]) == [(1, 7, "episode", 31), (0, 8, "episode", 32)]
 
