@@ -13,10 +13,10 @@ from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
 from sb3_per.buffers.importance import importance_sampling_weights
 from sb3_per.buffers.replay import PrioritizedReplayBuffer, check_size
 from sb3_per.callbacks.td_errors import (
+    check_has_td_errors,
     drawable_indices,
     replay_buffer_of,
     td_errors_in_buffer,
-    value_functions,
 )
 
 __all__ = ["ReplaySnapshot", "ReplaySnapshotCallback"]
@@ -124,8 +124,7 @@ class ReplaySnapshotCallback(BaseCallback):
 
     # Not in `_on_training_start`, which SB3 doesn't call for every callback inside another
     def _init_callback(self) -> None:
-        replay_buffer_of(self.model)
-        value_functions(self.model)
+        check_has_td_errors(self.model)
         if self._rng is None:
             self._rng = np.random.default_rng(self.model.seed)
         self._sees_rollouts = False

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch as th
 from stable_baselines3.common.base_class import BaseAlgorithm
-from stable_baselines3.common.buffers import DictReplayBuffer, ReplayBuffer
+from stable_baselines3.common.buffers import DictReplayBuffer, NStepReplayBuffer, ReplayBuffer
 from stable_baselines3.common.policies import BasePolicy
 from stable_baselines3.her.her_replay_buffer import HerReplayBuffer
 
@@ -18,7 +18,15 @@ from sb3_per.buffers import (
     PrioritizedReplayBuffer,
 )
 
-__all__ = ["drawable_indices", "replay_buffer_of", "td_errors_in_buffer", "value_functions"]
+__all__ = ["check_has_td_errors", "drawable_indices", "replay_buffer_of", "td_errors_in_buffer"]
+
+#: What reads SB3's own buffers
+COUNTERPARTS: dict[type[ReplayBuffer], type[PrioritizedReplayBuffer]] = {
+    ReplayBuffer: PrioritizedReplayBuffer,
+    NStepReplayBuffer: PrioritizedReplayBuffer,
+    DictReplayBuffer: PrioritizedDictReplayBuffer,
+    HerReplayBuffer: PrioritizedHerReplayBuffer,
+}
 
 #: How many transitions go through the networks at once
 CHUNK = 1024
@@ -65,15 +73,16 @@ def td_errors_in_buffer(model: BaseAlgorithm, indices: npt.ArrayLike | None = No
         :func:`drawable_indices` by default
     :return: one signed TD error for each, shape ``(n,)``
     :raises IndexError: if an index is not that of a stored transition
-    :raises ValueError: if one can't be drawn, or the algorithm is none of the above
+    :raises ValueError: if one can't be drawn, the algorithm is none of the above, or its buffer is
+        of a class that is neither SB3's nor of this package
 
     >>> from sb3_per import PERDQN
     >>> model = PERDQN("MlpPolicy", "CartPole-v1", learning_starts=50, seed=1).learn(200)
     >>> td_errors_in_buffer(model).shape
     (200,)
     """
+    check_has_td_errors(model)
     buffer = replay_buffer_of(model)
-    value_functions(model)
     chosen = drawable_indices(buffer)
     if indices is not None:
         chosen = _check_drawable(np.asarray(indices), buffer, chosen)
@@ -104,7 +113,22 @@ def replay_buffer_of(model: BaseAlgorithm) -> ReplayBuffer:
     return buffer
 
 
-def value_functions(model: Any) -> tuple[ValueFunction, ValueFunction]:
+def check_has_td_errors(model: BaseAlgorithm) -> None:
+    """
+    :param model: any algorithm
+    :raises ValueError: if it has no Q-values, no replay buffer, or a buffer of a class that can't
+        be read
+    """
+    buffer = replay_buffer_of(model)
+    _value_functions(model)
+    if not isinstance(buffer, PrioritizedReplayBuffer) and type(buffer) not in COUNTERPARTS:
+        raise ValueError(
+            "TD errors are computed from a prioritized buffer or one of SB3's "
+            f"{', '.join(cls.__name__ for cls in COUNTERPARTS)}, got a {type(buffer).__name__}"
+        )
+
+
+def _value_functions(model: Any) -> tuple[ValueFunction, ValueFunction]:
     """
     :param model: any algorithm
     :return: Q-values by its network and by its target network
@@ -130,7 +154,7 @@ def _td_errors(model: Any, batch: Any) -> th.Tensor:
     :param batch: from its buffer
     :return: targets minus Q-values, shape ``(batch, 1)``
     """
-    values, target_values = value_functions(model)
+    values, target_values = _value_functions(model)
     next_values = target_values(batch.next_observations)  # (batch, n_actions)
     # An option of this package's algorithms; SB3's don't have it
     is_double = getattr(model, "double_q", False)
@@ -171,16 +195,12 @@ def _as_prioritized(buffer: ReplayBuffer) -> PrioritizedReplayBuffer:
     SB3's own buffers don't return the batch for given transitions. The prioritized counterpart
     does, with the same numbers in it.
 
-    :param buffer: one of SB3's or of this package; it stays as it is
+    :param buffer: see :func:`check_has_td_errors`; it stays as it is
     :return: a buffer around the same arrays
     """
     if isinstance(buffer, PrioritizedReplayBuffer):
         return buffer
-    if isinstance(buffer, HerReplayBuffer):
-        return PrioritizedHerReplayBuffer.from_replay_buffer(buffer)
-    if isinstance(buffer, DictReplayBuffer):
-        return PrioritizedDictReplayBuffer.from_replay_buffer(buffer)
-    return PrioritizedReplayBuffer.from_replay_buffer(buffer)
+    return COUNTERPARTS[type(buffer)].from_replay_buffer(buffer)
 
 
 @contextmanager

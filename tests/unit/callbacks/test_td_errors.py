@@ -12,10 +12,11 @@ import pytest
 import torch as th
 from gymnasium import spaces
 from stable_baselines3 import DQN, PPO, SAC
+from stable_baselines3.common.buffers import ReplayBuffer
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from stable_baselines3.her.her_replay_buffer import HerReplayBuffer
 
-from sb3_per import PERDQN
+from sb3_per import PERDQN, PrioritizedReplayBuffer
 from sb3_per.callbacks import (
     PERLoggerCallback,
     ReplaySnapshotCallback,
@@ -316,8 +317,13 @@ class UnusualModules(BaseFeaturesExtractor):
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("mode", [False, True])
-def test_every_module_is_switched_by_its_own_method(mode: bool, make_model: Make) -> None:
-    model = make_model(DQN, policy_kwargs={"features_extractor_class": UnusualModules}).learn(40)
+@pytest.mark.parametrize("algorithm", [DQN, PERDQN])
+def test_every_module_is_switched_by_its_own_method(
+    algorithm: Any, mode: bool, make_model: Make
+) -> None:
+    model = make_model(algorithm, policy_kwargs={"features_extractor_class": UnusualModules}).learn(
+        40
+    )
     model.policy.set_training_mode(mode)
     layers = model.q_net.features_extractor.layers
     assert [layer.training for layer in layers] == [mode, False, False, mode]
@@ -343,7 +349,6 @@ def test_what_a_batch_may_contain(algorithm: Any, make_env: Make, make_model: Ma
             everything = np.zeros(buffer.size() * 2, dtype=bool)
             everything[indices] = True
             assert buffer.drawable().tolist() == everything.tolist()
-            assert buffer.drawable(np.array([14, 0])).tolist() == everything[[14, 0]].tolist()
         return [*indices]
 
     assert drawable(40) == list(range(40))
@@ -382,3 +387,31 @@ def test_algorithms_without_q_values_are_refused(make_env: Make) -> None:
         with pytest.raises(ValueError, match="PPO has none"):
             ppo.learn(8, callback=callback)
     assert sac.num_timesteps == ppo.num_timesteps == 0
+
+
+def test_buffers_that_cannot_be_read_are_refused_before_training(make_model: Make) -> None:
+    class Custom(ReplayBuffer):
+        pass
+
+    model = make_model(DQN, replay_buffer_class=Custom)
+    with pytest.raises(ValueError, match=r"one of SB3's ReplayBuffer, .*, got a Custom"):
+        model.learn(10, callback=ReplaySnapshotCallback())
+    assert model.num_timesteps == 0
+    # There is nothing to compute for the log
+    model.learn(10, callback=PERLoggerCallback(5))
+    with pytest.raises(ValueError, match="got a Custom"):
+        td_errors_in_buffer(model)
+
+
+def test_custom_prioritized_buffers_are_read(make_model: Make) -> None:
+    class Doubling(PrioritizedReplayBuffer):
+        def _get_samples(self, batch_inds: Any, env: Any = None) -> Any:
+            batch = super()._get_samples(batch_inds, env)
+            return batch._replace(rewards=batch.rewards * 2)
+
+    model = make_model()
+    for parameter in model.policy.parameters():
+        parameter.data.zero_()
+    model.replay_buffer = Doubling(10, model.observation_space, model.action_space, device="cpu")
+    add(model, next_observation=0.0, reward=5.0, done=True)
+    assert td_errors_in_buffer(model).tolist() == [10.0]
