@@ -78,12 +78,10 @@ class Kernel(CPUDispatcher):  # type: ignore[misc]  # numba's classes have no ty
         return super().compile(sig)
 
 
-def compile_kernel(function: _F) -> _F:
+def compile_kernel(function: _F, fastmath: frozenset[str] = frozenset()) -> _F:
     """
-    Compile a function on its first call and keep the result on disk.
-
-    The arithmetic is strictly IEEE's (no ``fastmath``), because the trees promise that a node
-    equals the sum of its children to the last bit. Two more rules hold for every kernel:
+    Compile a function on its first call and keep the result on disk. Two rules hold for every
+    kernel:
 
     * It holds the GIL (no ``nogil``). A kernel that writes would otherwise leave the arrays half
       changed for other threads, and one that reads sizes, counts or places in one array to go to
@@ -96,11 +94,14 @@ def compile_kernel(function: _F) -> _F:
       of a ``KeyboardInterrupt``.
 
     :param function: function in numba's subset of Python
+    :param fastmath: what LLVM may do to float arithmetic beyond IEEE 754; nothing by default,
+        because the trees promise that a node equals the sum of its children to the last bit
     :return: its compiled form; the function itself when ``NUMBA_DISABLE_JIT`` is set
     """
     if numba.config.DISABLE_JIT:
         return function
-    kernel = Kernel(function, targetoptions={"nopython": True, "error_model": "numpy"})
+    options = {"nopython": True, "error_model": "numpy", "fastmath": set(fastmath)}
+    kernel = Kernel(function, targetoptions=options)
     # RuntimeError: neither the package's folder nor the user's cache folder can be written
     with contextlib.suppress(OSError, RuntimeError):
         kernel.enable_caching()
