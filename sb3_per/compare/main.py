@@ -164,7 +164,8 @@ def write_results(
     store.write_text("report.html", render_report(comparison, summary, pictures, store.failures()))
     for env_id in comparison.env_ids:
         _print_summary(comparison, summary, env_id)
-    print(f"\n{len(pictures)} pictures and the report: {store.folder / 'report.html'}")
+    print(f"\n{len(pictures)} pictures, the first of them: {pictures[0][1]}")
+    print(f"The page with all of them: {store.folder / 'report.html'}")
     return comparison
 
 

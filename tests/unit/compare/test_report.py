@@ -186,8 +186,13 @@ def test_plot_needs_the_tables_and_settings_alone(
     assert all(image in page.images for image in again.images)
     assert (tables_alone / "summary.csv").read_bytes() == (finished / "summary.csv").read_bytes()
     out = capsys.readouterr().out
-    assert f"3 pictures and the report: {tables_alone / 'report.html'}" in out
     assert "final greedy return" in out
+    first = tables_alone / "pictures" / "sb3_per+GridWorld-v0" / "td-error.png"
+    assert out.splitlines()[-2:] == [
+        f"3 pictures, the first of them: {first}",
+        f"The page with all of them: {tables_alone / 'report.html'}",
+    ]
+    assert first.is_file()
 
 
 def test_plot_with_another_threshold_and_window(
