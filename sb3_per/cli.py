@@ -19,7 +19,7 @@ class Command(NamedTuple):
     :param function: ``module:name`` of what to call; returns an exit code or None
     :param settings: ``module:name`` of a dataclass, which the function gets, made by tyro from
         the arguments; None hands it the list of arguments as it is
-    :param extra: of this package, that brings what the command needs
+    :param extra: extra of this package that brings what the command needs
     """
 
     summary: str
@@ -52,8 +52,8 @@ COMMANDS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """
-    :param arguments: of the command line, without the name of the program; by default those that
-        the program was called with
+    :param arguments: arguments of the command line, without the name of the program; by default
+        those that the program was called with
     :return: exit code
     """
     if arguments is not None:

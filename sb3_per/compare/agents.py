@@ -29,11 +29,11 @@ class Algorithm(NamedTuple):
     """
     Where an algorithm is found.
 
-    :param module: that has it
-    :param name: of the class
-    :param label: what it is called in pictures
+    :param module: module that has it
+    :param name: name of the class
+    :param label: name in pictures
     :param is_prioritized: whether it replays by priority
-    :param extra: of this package that brings what it needs
+    :param extra: extra of this package that brings what it needs
     :param policy_options: options that it takes by way of ``policy_kwargs``
     """
 
@@ -106,9 +106,9 @@ class Agent:
         self, env: VecEnv, hyperparams: Hyperparams, seed: int, device: str
     ) -> OffPolicyAlgorithm:
         """
-        :param env: to train on
+        :param env: training environments
         :param hyperparams: shared by all agents
-        :param seed: of the run
+        :param seed: seed of the run
         :param device: PyTorch device
         :return: the untrained agent
         """
@@ -124,9 +124,9 @@ class Agent:
         Make the agent as for a run, with a small buffer, so that what the algorithm refuses is
         known before the first run.
 
-        :param env: as it will train on
+        :param env: training environments
         :param hyperparams: shared by all agents
-        :param seed: of a run
+        :param seed: seed of a run
         :param device: PyTorch device
         :raises SettingsError: if the agent can't be made
         """

@@ -57,11 +57,11 @@ def make_all(
     Make runs side by side. A run that raises an error is an outcome like any other. Closing the
     iterator stops those that are not finished.
 
-    :param runs: what to make
+    :param runs: runs to make
     :param make: makes one run
-    :param backend: of joblib: ``"loky"``, ``"ray"`` or ``"dask"``
+    :param backend: joblib backend: ``"loky"``, ``"ray"`` or ``"dask"``
     :param jobs: runs at the same time; -1 for as many as there are cores
-    :param address: of the cluster; None starts one on this machine
+    :param address: address of the cluster; None starts one on this machine
     :return: the outcomes, as they come
     """
     with _started(backend, jobs, address):
@@ -114,9 +114,9 @@ def _attempt(run: R, make: Callable[[R], T]) -> Outcome[R, T]:
 @contextmanager
 def _started(backend: str, jobs: int, address: str | None) -> Iterator[None]:
     """
-    :param backend: of joblib
+    :param backend: joblib backend
     :param jobs: runs at the same time
-    :param address: of the cluster
+    :param address: address of the cluster
     :return: joblib uses that backend inside the ``with`` block
     :raises SettingsError: if what it needs is missing
     """

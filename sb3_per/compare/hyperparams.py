@@ -84,7 +84,7 @@ def parse_value(text: str) -> Any:
 
 def parse_expression(text: str) -> ast.expr:
     """
-    :param text: a Python expression
+    :param text: Python expression
     :return: it, parsed
     :raises ValueError: if it is none, or too long or too deeply nested to be a value
     """
@@ -103,7 +103,7 @@ def parse_expression(text: str) -> ast.expr:
 
 def shortened(value: Any) -> str:
     """
-    :param value: that is refused
+    :param value: value that is refused
     :return: what a message shows of it
     """
     text = repr(value)
@@ -140,7 +140,7 @@ def _value_of(node: ast.expr) -> Any:
 
 def keyword_options(keywords: list[ast.keyword]) -> dict[str, Any]:
     """
-    :param keywords: of a call
+    :param keywords: keyword arguments of a call
     :return: their values by name
     :raises ValueError: if one is ``**options``, or no value
     """
@@ -236,7 +236,7 @@ def _env_wrapper(value: Any) -> Any:
     return value
 
 
-#: The keys that are honoured, and what checks each. ``threshold`` is not in rl-zoo's files.
+#: The keys that are understood, and what checks each. ``threshold`` is not in rl-zoo's files.
 KEYS: dict[str, Callable[[Any], Any]] = {
     "n_timesteps": _integer(1),
     "threshold": _number,
@@ -282,7 +282,7 @@ SHARED = ("policy", "policy_kwargs", "optimize_memory_usage", "replay_buffer_kwa
 
 def check_option(name: str, value: Any) -> Any:
     """
-    :param name: of an option of an agent
+    :param name: name of an option of an agent
     :param value: its value; where a YAML file may have an option of that name, in the same forms
     :return: the value, as a YAML file's would be kept
     :raises ValueError: if a YAML file could not have it, or if it has no text that can be read
@@ -299,7 +299,7 @@ def check_option(name: str, value: Any) -> Any:
 
 def full_env_id(env_id: str) -> str:
     """
-    :param env_id: as the user gave it
+    :param env_id: id as the user gave it
     :return: as Gymnasium knows it: the toy environments of this package don't need their
         namespace, and of ``module:Id``, the module has been imported
     :raises SettingsError: if there is none
@@ -352,7 +352,7 @@ def load_hyperparams(path: Path, env_id: str) -> Hyperparams:
 
 def _content_of(path: Path) -> Any:
     """
-    :param path: of a YAML file
+    :param path: path of a YAML file
     :return: what is in it
     :raises SettingsError: if it can't be read, or aliases or nesting make it too large
     """
@@ -378,8 +378,8 @@ def _content_of(path: Path) -> Any:
 
 def _n_entries(node: yaml.Node, known: dict[int, int]) -> int:
     """
-    :param node: of a YAML file
-    :param known: numbers of those counted before, by their ``id``
+    :param node: node of a YAML file
+    :param known: numbers of entries of the nodes counted before, by their ``id``
     :return: number of nodes in it, one that aliases repeat counted each time; above
         :data:`MOST_ENTRIES` if it contains itself
     """
@@ -419,7 +419,7 @@ def _checked(given: Mapping[Any, Any], where: str) -> Hyperparams:
 
 def _check_can_be_kept(value: Any) -> None:
     """
-    :param value: that goes to ``settings.json``
+    :param value: value for ``settings.json``
     :raises ValueError: if JSON has no form for it, as for dates
     """
     try:
@@ -430,7 +430,7 @@ def _check_can_be_kept(value: Any) -> None:
 
 def model_arguments(hyperparams: Hyperparams) -> dict[str, Any]:
     """
-    :param hyperparams: of :func:`load_hyperparams`
+    :param hyperparams: hyperparameters from :func:`load_hyperparams`
     :return: arguments for the algorithm
     """
     arguments = {key: value for key, value in hyperparams.items() if key not in OF_ENV}
@@ -455,7 +455,7 @@ def options_of(value: Any) -> dict[str, Any]:
 
 def wrapper_of(given: Any) -> Callable[[gym.Env[Any, Any]], gym.Env[Any, Any]] | None:
     """
-    :param given: what ``env_wrapper`` is: the dotted name of a wrapper class, a mapping from it to
+    :param given: value of ``env_wrapper``: the dotted name of a wrapper class, a mapping from it to
         its arguments, or a list of these, the innermost first
     :return: puts them around an environment; None if there are none
     :raises SettingsError: if one can't be imported, or is no ``gymnasium.Wrapper``

@@ -48,7 +48,7 @@ def plot(settings: PlotSettings) -> int:
     """
     Draw pictures and report again, from the tables alone.
 
-    :param settings: which comparison
+    :param settings: the comparison, and how to draw it
     :return: exit code: 0, or 2 if there is none
     """
     settings.check()

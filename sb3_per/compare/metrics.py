@@ -61,7 +61,7 @@ def moving_average(values: npt.ArrayLike, window: int) -> FloatArray:
     the means that it is part of, and no other.
 
     :param values: shape ``(n,)``
-    :param window: how many are averaged; fewer at the beginning, as many as there are
+    :param window: number of values averaged; fewer at the beginning, as many as there are
     :return: shape ``(n,)``
 
     >>> moving_average([1.0, 3.0, 5.0, 7.0], window=2)
@@ -109,7 +109,7 @@ def interquartile_mean(scores: npt.ArrayLike, axis: int = 0) -> Any:
     ``scipy.stats.trim_mean`` does: of 10 runs, 2 and 2; of 3 runs, none.
 
     :param scores: one axis of which is the runs
-    :param axis: which
+    :param axis: number of that axis
     :return: the mean over that axis, a number for one-dimensional scores
 
     >>> float(interquartile_mean([0.0, 1.0, 2.0, 90.0]))
@@ -130,9 +130,9 @@ def bootstrap_interval(
     each sample independently. The same samples always give the same interval.
 
     :param samples: runs along ``axis``
-    :param statistic: takes the samples and ``axis``
-    :param axis: of the runs
-    :param n_resamples: how often runs are drawn anew
+    :param statistic: function of the samples and ``axis``
+    :param axis: axis of the runs
+    :param n_resamples: number of resamples
     :return: lower and upper end, each of the shape of the statistic; NaN where a sample has only
         one run, or the statistic is infinite, too large or not a number
     """
@@ -192,10 +192,10 @@ def first_reaching(
     The first episode at whose end the mean reward of the last ``window`` episodes, that many at
     least, was no smaller than the threshold.
 
-    :param rewards: of the episodes of a run, shape ``(n,)``
+    :param rewards: rewards of the episodes of a run, shape ``(n,)``
     :param steps: environment steps at the end of each, shape ``(n,)``
     :param budget: environment steps of the whole run
-    :param threshold: of the mean reward
+    :param threshold: threshold of the mean reward
     :param window: episodes that are averaged
     :return: episodes and steps until then; of a run that never got there, its own
 
@@ -222,7 +222,7 @@ def share_reached(
     (``scipy.stats.ecdf``): a run that stopped before it got there counts until it stopped, and
     then neither as a success nor as a failure.
 
-    :param times: to the threshold, or until the run stopped, shape ``(runs,)``
+    :param times: time to the threshold, or until the run stopped, shape ``(runs,)``
     :param reached: whether it was the first, shape ``(runs,)``
     :return: times at which something happened, ascending; the share from each on; the lower and
         upper ends of its 95 % interval (log-log, NaN where there is none)
@@ -250,7 +250,7 @@ def median_time(times: npt.ArrayLike, reached: npt.ArrayLike) -> Estimate:
     The time by which half of the runs got to the threshold, by Kaplan and Meier; infinite if they
     never did.
 
-    :param times: to the threshold, or until the run stopped, shape ``(runs,)``
+    :param times: time to the threshold, or until the run stopped, shape ``(runs,)``
     :param reached: whether it was the first, shape ``(runs,)``
     :return: the median; its interval is where the 95 % interval of the share crosses one half,
         and infinite where it does not
@@ -279,8 +279,8 @@ def restricted_mean_time(times: npt.ArrayLike, budget: float) -> Estimate:
     large. When all runs have the same budget, this is the area above the curve of
     :func:`share_reached`.
 
-    :param times: to the threshold, or until the run stopped, shape ``(runs,)``
-    :param budget: of each run, in the same unit
+    :param times: time to the threshold, or until the run stopped, shape ``(runs,)``
+    :param budget: length of each run, in the same unit
     :return: the mean with its bootstrap interval
     """
     restricted = np.minimum(np.asarray(times, dtype=np.float64), budget)
@@ -298,7 +298,7 @@ def probability_of_improvement(better: npt.ArrayLike, than: npt.ArrayLike, axis:
 
     :param better: scores of the one agent, runs along ``axis``
     :param than: scores of the other, runs along ``axis``
-    :param axis: of the runs
+    :param axis: axis of the runs
     :return: in ``[0, 1]``; 0.5 when neither is better
 
     >>> float(probability_of_improvement([2.0, 3.0], [1.0, 2.0]))

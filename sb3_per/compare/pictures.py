@@ -64,10 +64,10 @@ class Picture:
     A picture and what to say about it.
 
     :param kind: key of :data:`PICTURES`
-    :param env_id: of the environment
-    :param title: what it shows
-    :param reading: how to read it
-    :param alt: what someone who can't see it should know
+    :param env_id: id of the environment
+    :param title: title, in the report
+    :param reading: how to read the picture
+    :param alt: text for readers who can't see the picture
     :param figure: the picture itself
     """
 
@@ -84,8 +84,8 @@ class Drawing(NamedTuple):
     What the drawing functions return.
 
     :param figure: the picture itself
-    :param reading: how to read it
-    :param alt: what someone who can't see it should know
+    :param reading: how to read the picture
+    :param alt: text for readers who can't see the picture
     """
 
     figure: Figure
@@ -99,7 +99,7 @@ class View:
     What the drawing functions need of one environment.
 
     :param comparison: all of it
-    :param env_id: of the environment
+    :param env_id: id of the environment
     """
 
     comparison: Comparison
@@ -132,21 +132,21 @@ class View:
 
     def n_runs(self, agent: str) -> int:
         """
-        :param agent: of the runs
+        :param agent: name of the agent
         :return: how many are finished
         """
         return len(self.comparison.of("runs", self.env_id, agent))
 
     def label(self, agent: str) -> str:
         """
-        :param agent: to be named
+        :param agent: name of the agent
         :return: its name in pictures
         """
         return parse_agent(agent).label
 
     def at_stage(self, agent: str, stage: int) -> pd.DataFrame:
         """
-        :param agent: of the runs
+        :param agent: name of the agent
         :param stage: number of episodes
         :return: transitions looked at then, of all runs
         """
@@ -176,10 +176,11 @@ def _curves(
     view: View, table: pd.DataFrame, values: Callable[[pd.DataFrame], Any], points: int | None
 ) -> Iterator[tuple[str, FloatArray, FloatArray, Any, Any]]:
     """
-    :param view: of an environment
-    :param table: with the columns ``agent``, ``seed`` and ``steps``
+    :param view: one environment of the comparison
+    :param table: table with the columns ``agent``, ``seed`` and ``steps``
     :param values: makes a value of each row of a run
-    :param points: of each curve; None for one at each of the steps, where all runs have the same
+    :param points: number of points of each curve; None for one at each of the steps, where all
+        runs have the same
     :return: for each agent: its name, points, interquartile mean, lower and upper end of its
         interval there
     """
@@ -288,7 +289,7 @@ def _nothing(axes: Axes) -> None:
 
 def _log_bins(values: FloatArray, n: int = 40) -> FloatArray:
     """
-    :param values: of which those above 0 decide
+    :param values: values; those above 0 decide
     :param n: number of bins
     :return: edges at equal ratios, shape ``(n + 1,)``
     """
@@ -307,10 +308,10 @@ def _shares(axes: Axes, values: Any, edges: FloatArray, counts: Any = None, **lo
     """
     Draw a histogram of shares; what lies outside the edges counts in the first or last bin.
 
-    :param axes: to draw on
+    :param axes: axes to draw on
     :param values: shape ``(n,)``
-    :param edges: of the bins
-    :param counts: how often each value counts, shape ``(n,)``; once by default
+    :param edges: edges of the bins
+    :param counts: weight of each value, shape ``(n,)``; 1 by default
     :param look: keywords of ``Axes.stairs``
     """
     values = np.clip(np.asarray(values, dtype=np.float64), edges[0], edges[-1])
@@ -405,10 +406,10 @@ def _sampled_priorities(view: View) -> Drawing | None:
 
 def _bands(view: View, prefix: str, label: str, title: str, is_log: bool) -> Figure | None:
     """
-    :param view: of an environment
-    :param prefix: of the columns of quantiles
-    :param label: of the y axis
-    :param title: of the figure
+    :param view: one environment of the comparison
+    :param prefix: prefix of the columns of quantiles
+    :param label: label of the y axis
+    :param title: title of the figure
     :param is_log: whether the y axis is logarithmic
     :return: median and bands of each prioritized agent by steps; None without one
     """
@@ -643,7 +644,7 @@ def _draw_strip(axes: Axes, shares: FloatArray, colors: Any, top: float) -> None
 
 
 def _log_scale(axes: Axes) -> None:
-    """:param axes: with everything on it; without anything above 0, they stay as they are"""
+    """:param axes: axes with everything on them; without anything above 0, they stay linear"""
     if not np.isfinite(axes.dataLim.minposy):
         return
     axes.set_yscale("log")
@@ -657,7 +658,7 @@ def _log_scale(axes: Axes) -> None:
 def _legend_below(made: Figure, axes: Axes) -> None:
     """
     :param made: gets a legend that hides nothing
-    :param axes: whose labels are in it
+    :param axes: axes with the labels of the legend
     """
     handles, labels = axes.get_legend_handles_labels()
     # About 12 letters an inch, and what a handle takes
@@ -680,9 +681,9 @@ class Kind(NamedTuple):
     """
     A kind of picture.
 
-    :param title: what it shows
+    :param title: title, in the report
     :param draw: draws it; gives None where it does not apply
-    :param values: what it has on its axes: a noun, the table and the columns
+    :param values: numbers on its axes: a noun, the table and the columns
     :param is_of_priorities: whether it leaves out agents without priorities
     """
 
@@ -734,7 +735,7 @@ PICTURES = {
 
 def picture_of(view: View, name: str) -> Picture | None:
     """
-    :param view: of an environment
+    :param view: one environment of the comparison
     :param name: key of :data:`PICTURES`
     :return: that picture; where values are infinite, too large or not a number, one that says so;
         None where it does not apply
@@ -773,7 +774,7 @@ def draw(comparison: Comparison, folder: Path) -> list[tuple[Picture, Path]]:
     """
     Draw all pictures of a comparison.
 
-    :param comparison: with at least one finished run
+    :param comparison: comparison with at least one finished run
     :param folder: gets a folder for each environment; what is there under the names of pictures
         is replaced
     :return: the pictures, by environment, with their files

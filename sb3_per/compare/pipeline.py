@@ -100,7 +100,7 @@ def make_missing(
     """
     Make the runs that the folder does not have, keep each when it is finished, then report.
 
-    :param folder: where results go, locked by the caller
+    :param folder: folder of the results, locked by the caller
     :param runs: all of them, finished ones too
     :param make: makes one run, in a process of its own
     :param report: called at the end, if any of the runs is finished

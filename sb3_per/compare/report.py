@@ -23,8 +23,8 @@ NO_VALUE = "-"
 
 def summary_rows(summary: pd.DataFrame, env_id: str, agents: Sequence[str]) -> list[dict[str, Any]]:
     """
-    :param summary: of :func:`~sb3_per.compare.summary.summarize`
-    :param env_id: of the environment
+    :param summary: measures from :func:`~sb3_per.compare.summary.summarize`
+    :param env_id: id of the environment
     :param agents: columns of the table
     :return: its rows: ``title``, and one text for each agent, a dash where there is no value
     """
@@ -51,9 +51,9 @@ def render_report(
     failures: Sequence[str],
 ) -> str:
     """
-    :param comparison: with at least one finished run
+    :param comparison: comparison with at least one finished run
     :param summary: its measures
-    :param pictures: with their files
+    :param pictures: pictures with their files
     :param failures: files about runs that failed
     :return: the page
     """

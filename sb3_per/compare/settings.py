@@ -103,7 +103,7 @@ class RunSettings(Settings):
 class CompareSettings(RunSettings):
     """
     Train agents with uniform and with prioritized replay side by side, measure them, draw what
-    happened inside, and write it all to a folder. The same command again goes on with what is
+    happened inside, and write it all to a folder. The same command again makes what is
     missing there.
 
     :param envs: Gymnasium ids; `module:Id` imports the module first
@@ -128,7 +128,7 @@ class CompareSettings(RunSettings):
     :param device: PyTorch device of the agents
     :param output: folder for the results; `comparison`, or `comparison-quick` with --quick
     :param backend: joblib's backend: `loky` on this machine, `ray` or `dask` on a cluster
-    :param address: of the Ray or Dask cluster; without it, one is started on this machine
+    :param address: address of the Ray or Dask cluster; without it, one is started on this machine
     """
 
     envs: tuple[str, ...] = ("GridWorld-v0", "CartPole-v1")

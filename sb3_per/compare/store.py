@@ -79,7 +79,7 @@ def package_versions() -> dict[str, str]:
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
     """
-    :param folder: where files are written, inside the ``with`` block
+    :param folder: folder or file that is written inside the ``with`` block
     :raises SettingsError: if that fails, as in a folder without permission or on a full disk
     """
     try:
@@ -154,7 +154,7 @@ class RunFolder(ABC, Generic[R, T]):
     def write_failure(self, run: R, traceback: str) -> Path:
         """
         :param run: run that failed
-        :param traceback: what happened
+        :param traceback: traceback of the failure
         :return: file that keeps it
         """
         path = self._failure_file(run)
@@ -304,7 +304,7 @@ class Store(RunFolder[Run, Tables]):
 
     def run_folder(self, run: Run) -> Path:
         """
-        :param run: of the comparison
+        :param run: run of the comparison
         :return: where its tables go
         """
         return self._run_folder(*run.key)
@@ -314,7 +314,7 @@ class Store(RunFolder[Run, Tables]):
 
     def has(self, run: Run) -> bool:
         """
-        :param run: of the comparison
+        :param run: run of the comparison
         :return: whether it is finished
         """
         return self.run_folder(run).is_dir()
@@ -323,7 +323,7 @@ class Store(RunFolder[Run, Tables]):
         """
         Keep a finished run. Its folder gets its name when it is complete.
 
-        :param run: of the comparison
+        :param run: run of the comparison
         :param result: its tables
         """
         place = self.run_folder(run)
@@ -364,7 +364,7 @@ class Store(RunFolder[Run, Tables]):
 
     def _damage(self, folder: Path) -> str | None:
         """
-        :param folder: of a run
+        :param folder: folder of a run
         :return: what is wrong with it, with the name of the file; None if nothing is
         """
         path = folder / "run.json"
@@ -436,9 +436,9 @@ def _checksum(path: Path) -> int:
 
 def _misfit(value: Any, form: Any, where: str = "") -> str | None:
     """
-    :param value: read from a file
-    :param form: what it should be, as :data:`FORM`
-    :param where: it is in the file
+    :param value: value read from a file
+    :param form: form that it should have, as :data:`FORM`
+    :param where: its place in the file
     :return: what is wrong with it; None if nothing is
     """
     kind = form if not isinstance(form, dict | list) else type(form)
@@ -460,7 +460,7 @@ def _misfit(value: Any, form: Any, where: str = "") -> str | None:
 
 def file_name(name: str) -> str:
     """
-    :param name: of an environment or an agent
+    :param name: name of an environment or an agent
     :return: one for files, another for each name. A plus stands for a slash, since no id of
         Gymnasium has one; where other characters had to go, a checksum keeps names apart.
     """

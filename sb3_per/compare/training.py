@@ -75,14 +75,14 @@ class Run:
     What to train, and what to look at.
 
     :param env_id: full Gymnasium id
-    :param agent: as :func:`~sb3_per.compare.agents.parse_agent` reads it
-    :param seed: of the training environments and of the agent
+    :param agent: name of the agent, as :func:`~sb3_per.compare.agents.parse_agent` reads it
+    :param seed: seed of the training environments and of the agent
     :param hyperparams: checked ones, the same for all agents
     :param n_evals: greedy evaluations along the run, besides the one before it
     :param eval_episodes: episodes of each
     :param snapshot_episodes: finished episodes after which to look into the buffer
     :param n_snapshots: looks along the run
-    :param max_transitions: that each look considers
+    :param max_transitions: largest number of transitions in each look
     :param device: PyTorch device
     """
 
@@ -111,9 +111,9 @@ class Run:
 def make_env(env_id: str, hyperparams: Hyperparams, n_envs: int, seed: int) -> VecEnv:
     """
     :param env_id: full Gymnasium id
-    :param hyperparams: whose keys about the environment apply
+    :param hyperparams: hyperparameters; those of the environment apply
     :param n_envs: number of copies
-    :param seed: of the first; the others count up from it
+    :param seed: seed of the first; the others count up from it
     :return: the environments, each with SB3's Monitor, and nothing left for SB3 to put around them
     """
     env_kwargs = options_of(hyperparams.get("env_kwargs", {}))
@@ -152,8 +152,8 @@ def try_out(
 
     :param env_id: full Gymnasium id
     :param hyperparams: checked ones, the same for all agents
-    :param agents: of the runs
-    :param seed: of one of them
+    :param agents: agents of the runs
+    :param seed: seed of one of the runs
     :param device: PyTorch device
     :raises SettingsError: if one of them can't be made
     """
@@ -188,10 +188,10 @@ class GreedyEvaluation(BaseCallback):
     """
     Play greedily before, along and after training, always the same episodes.
 
-    Training goes on as if nothing had happened: greedy actions take no random number, and the
+    Training continues as if nothing had happened: greedy actions take no random number, and the
     environments have their own.
 
-    :param env: as many environments as there are episodes, normalized as the training ones are
+    :param env: as many environments as there are episodes, normalized like those of training
     :param freq: environment steps from one evaluation to the next
     """
 
@@ -244,7 +244,7 @@ def train(run: Run) -> Tables:
     Train one agent once. The same run gives the same numbers, in whichever process and after
     whatever else.
 
-    :param run: what to train
+    :param run: run to make
     :return: its tables
     """
     threads = th.get_num_threads()
@@ -312,7 +312,7 @@ class Cells:
     Environments whose observation is one of a few places.
 
     :param n: number of places, 0 if the environment has none
-    :param form: how an observation tells the place: ``"discrete"``, ``"one_hot"``, ``"position"``
+    :param form: form of the observation: ``"discrete"``, ``"one_hot"``, ``"position"``
     """
 
     n: int = 0
@@ -336,8 +336,8 @@ class Cells:
 
     def where(self, observations: npt.NDArray[Any] | None, n: int) -> npt.NDArray[np.int64]:
         """
-        :param observations: as stored in the buffer, shape ``(n, *observation)``
-        :param n: how many
+        :param observations: observations as stored in the buffer, shape ``(n, *observation)``
+        :param n: number of observations
         :return: the place of each, -1 where there are none, shape ``(n,)``
         """
         if not self.n or observations is None:
@@ -382,7 +382,7 @@ def _quantiles(values: npt.NDArray[np.float64] | None) -> npt.NDArray[np.float64
 
 def _transition_table(snapshots: list[ReplaySnapshot], cells: Cells) -> pd.DataFrame:
     """
-    :param snapshots: of which those for numbers of episodes are kept in full
+    :param snapshots: snapshots; those for numbers of episodes are kept in full
     :param cells: places of the environment
     :return: one row for each transition looked at
     """

@@ -172,7 +172,7 @@ def test_stopped_comparison_ends_its_workers_and_resumes_with_the_rest(
     kept = finished(tmp_path)
     assert len(kept) == 2
     if jobs > 1:
-        # How these go on, a slow test shows
+        # A slow test resumes these
         return
 
     (tmp_path / "open").touch()
