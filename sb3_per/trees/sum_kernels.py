@@ -44,20 +44,22 @@ _U64 = np.uint64(64)
 _NOWHERE = np.uint64(2**64 - 1)
 
 
-def compile_kernel(function: _F) -> _F:
+def compile_kernel(function: _F, fastmath: frozenset[str] = frozenset()) -> _F:
     """
     Compile on the first call and keep the result on disk.
 
     :param function: function in numba's subset of Python
-    :return: its compiled form; strict IEEE arithmetic (no ``fastmath``), because the tree promises
-        that a node equals the sum of its children to the last bit
+    :param fastmath: what LLVM may do to float arithmetic beyond IEEE; nothing by default, because
+        the tree promises that a node equals the sum of its children to the last bit
+    :return: its compiled form
     """
+    options = {"nogil": True, "error_model": "numpy", "fastmath": set(fastmath)}
     try:
-        compiled = numba.njit(cache=True, nogil=True, error_model="numpy")(function)
+        compiled = numba.njit(cache=True, **options)(function)
     except RuntimeError:
         # Neither the folder of the package nor a cache folder of the user can be written:
         # compile again in every process rather than fail.
-        compiled = numba.njit(nogil=True, error_model="numpy")(function)
+        compiled = numba.njit(**options)(function)
     return cast(_F, compiled)
 
 
