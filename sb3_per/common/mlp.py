@@ -30,6 +30,9 @@ from sb3_per.buffers.samples import PrioritizedReplayBufferSamples
 from sb3_per.common.losses import Loss
 from sb3_per.common.mlp_kernels import (
     ALL_WELL,
+    EXP_AVG,
+    ONLINE,
+    TARGET,
     AddressArray,
     Float32Array,
     IntArray,
@@ -59,6 +62,9 @@ HARMLESS_ATTRIBUTES = {"training", "set_training_mode"}
 #: Options of Adam that must be off. Those missing here are known to the kernel, or choose between
 #: implementations of the same thing.
 MUST_BE_OFF = ("amsgrad", "maximize", "capturable", "differentiable", "decoupled_weight_decay")
+
+#: What Adam keeps of each parameter, in the order of the kernel's addresses
+STATE = ("exp_avg", "exp_avg_sq", "step")
 
 #: Batch sizes whose memory is kept
 N_SIZES_KEPT = 4
@@ -212,6 +218,60 @@ def _check_apart(tensors: Iterable[th.Tensor]) -> None:
         raise UnsuitableError("parameters share memory")
 
 
+def _check_optimizer(
+    optimizer: Any, parameters: Sequence[nn.Parameter]
+) -> tuple[dict[Any, Any], ...]:
+    """
+    :param optimizer: of the policy
+    :param parameters: of the online network
+    :return: dictionaries of its hooks
+    :raises UnsuitableError: if it isn't torch's Adam, for these parameters, as the kernel knows it
+    """
+    if type(optimizer) is not th.optim.Adam:
+        raise UnsuitableError(f"the optimizer is {type(optimizer).__name__}, not Adam")
+    _check_nothing_replaced(optimizer, "the optimizer")
+    hooks = (
+        optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
+        *GLOBAL_OPTIMIZER_HOOKS,
+    )
+    if any(hooks):
+        raise UnsuitableError("the optimizer has hooks")
+    if len(optimizer.param_groups) != 1:
+        raise UnsuitableError("the optimizer has several groups of parameters")
+    group = optimizer.param_groups[0]
+    if not _are_same(group["params"], parameters):
+        raise UnsuitableError("the optimizer has other parameters than the network")
+    for option in MUST_BE_OFF:
+        if group.get(option):
+            raise UnsuitableError(f"the optimizer has {option}={group[option]!r}")
+    numbers = (*group["betas"], group["eps"], group["weight_decay"], group["lr"])
+    if not all(isinstance(number, float | int) for number in numbers):
+        raise UnsuitableError("the optimizer's options are not plain numbers")
+    return hooks
+
+
+def _state_of(optimizer: th.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Any] | None:
+    """
+    :return: what Adam keeps of a parameter; None if nothing yet
+    :raises UnsuitableError: if it isn't what the kernel knows
+    """
+    state: dict[str, Any] | None = optimizer.state.get(parameter)
+    if not state:
+        return None
+    for name in STATE:
+        _check_tensor(state.get(name), th.Tensor, f"{name!r} of the optimizer")
+    if not parameter.shape == state["exp_avg"].shape == state["exp_avg_sq"].shape:
+        raise UnsuitableError("the optimizer's state has other shapes than the parameters")
+    if state["step"].numel() != 1:
+        raise UnsuitableError("'step' of the optimizer is not one number")
+    return state
+
+
+def _are_same(these: Sequence[Any], those: Sequence[Any]) -> bool:
+    return len(these) == len(those) and all(map(is_, these, those))
+
+
 class _Fingerprint:
     """
     Whether modules and tensors are still what they were, at next to no cost.
@@ -291,6 +351,8 @@ class _Inputs:
             self._one_hot_sizes = space.nvec.astype(np.int64)
         elif not isinstance(space, spaces.Box | spaces.MultiBinary):
             raise UnsuitableError(f"observations are {type(space).__name__}")
+        elif not space.shape:
+            raise UnsuitableError("observations have no dimension")
         elif is_image_space(space):
             raise UnsuitableError("observations are images")
         wanted = (
@@ -301,12 +363,12 @@ class _Inputs:
         if wanted != n_inputs:
             raise UnsuitableError(f"{wanted} numbers in an observation, {n_inputs} inputs")
 
-    def of(self, observations: th.Tensor) -> Float32Array:
+    def of(self, observations: th.Tensor, n: int) -> Float32Array:
         """
         :param observations: shape ``(n, *observation)``, on the CPU
+        :param n: how many there must be
         :return: shape ``(n, n_inputs)``
         """
-        n = len(observations)
         if self._one_hot_sizes is None:
             if observations.dtype is not th.float32:
                 observations = observations.float()
@@ -397,51 +459,23 @@ class CompiledUpdate:
             return str(reason)
 
     def _take_optimizer(self, optimizer: Any) -> None:
-        if type(optimizer) is not th.optim.Adam:
-            raise UnsuitableError(f"the optimizer is {type(optimizer).__name__}, not Adam")
-        _check_nothing_replaced(optimizer, "the optimizer")
-        hooks = (
-            optimizer._optimizer_step_pre_hooks,
-            optimizer._optimizer_step_post_hooks,
-            *GLOBAL_OPTIMIZER_HOOKS,
-        )
-        if any(hooks):
-            raise UnsuitableError("the optimizer has hooks")
         parameters = self._online.parameters
-        if len(optimizer.param_groups) != 1:
-            raise UnsuitableError("the optimizer has several groups of parameters")
+        hooks = _check_optimizer(optimizer, parameters)
         group = optimizer.param_groups[0]
-        if len(group["params"]) != len(parameters) or not all(
-            map(is_, group["params"], parameters)
-        ):
-            raise UnsuitableError("the optimizer has other parameters than the network")
-        for option in MUST_BE_OFF:
-            if group.get(option):
-                raise UnsuitableError(f"the optimizer has {option}={group[option]!r}")
-        numbers = (*group["betas"], group["eps"], group["weight_decay"], group["lr"])
-        if not all(isinstance(number, float | int) for number in numbers):
-            raise UnsuitableError("the optimizer's options are not plain numbers")
-        states = [optimizer.state[p] for p in parameters if optimizer.state.get(p)]
-        tensors = [state.get(key) for key in _STATE for state in states]
-        for tensor in tensors:
-            _check_tensor(tensor, th.Tensor, "the optimizer's state")
+        states = [state for p in parameters if (state := _state_of(optimizer, p))]
+        tensors = [state[name] for name in STATE for state in states]
         _check_apart((*parameters, *self._target.parameters, *tensors))
-        if any(
-            state["exp_avg"].shape != parameter.shape
-            or state["exp_avg_sq"].shape != parameter.shape
-            or state["step"].numel() != 1
-            for parameter, state in zip(parameters, states, strict=False)
-        ):
-            raise UnsuitableError("the optimizer's state is not that of the parameters")
         self._optimizer = optimizer
         self._group: dict[str, Any] = group
         self._options = itemgetter(*(name for name in group if name not in ("params", "lr")))
         self._known_options = self._options(group)
-        # What the optimizer never made it makes at the first step, as torch does
-        self._has_state = len(states) == len(parameters)
         self._addresses: AddressArray = np.zeros((5, len(parameters)), np.uint64)
-        rows = [*parameters, *self._target.parameters, *(tensors if self._has_state else ())]
-        self._addresses.reshape(-1)[: len(rows)] = [tensor.data_ptr() for tensor in rows]
+        self._addresses[ONLINE] = [*map(_address, parameters)]
+        self._addresses[TARGET] = [*map(_address, self._target.parameters)]
+        # What the optimizer doesn't have yet is made with the first step, as torch does
+        self._has_state = len(states) == len(parameters)
+        if self._has_state:
+            self._addresses[EXP_AVG:] = np.reshape([*map(_address, tensors)], (3, -1))
         online, target = self._online, self._target
         self._training = _Fingerprint(
             (self._policy, *online.modules, *target.modules),
@@ -475,10 +509,7 @@ class CompiledUpdate:
             and groups[0] is group
             and self._options(group) == self._known_options
             and isinstance(group["lr"], float | int)
-            and len(group["params"]) == len(self._online.parameters)
-            and all(map(is_, group["params"], self._online.parameters))
-            and th.is_grad_enabled()
-            and not _is_autocast_enabled()
+            and _are_same(group["params"], self._online.parameters)
         )
 
     def holds_for_acting(self, policy: BasePolicy) -> bool:
@@ -486,12 +517,7 @@ class CompiledUpdate:
         :param policy: of the model, as it is now
         :return: whether :meth:`greedy_actions` still gives what torch would
         """
-        return (
-            policy is self._policy
-            and self._acting.holds()
-            and self._has_known_settings()
-            and not _is_autocast_enabled()
-        )
+        return policy is self._policy and self._acting.holds() and self._has_known_settings()
 
     def _has_known_settings(self) -> bool:
         settings = self._settings
@@ -535,8 +561,8 @@ class CompiledUpdate:
             estimates; shape ``(batch, 1)``, not necessarily finite
         :raises RuntimeError: if an action doesn't exist
         """
-        inputs = self._inputs.of(batch.observations)
-        n = len(inputs)
+        n = len(batch.observations)
+        inputs = self._inputs.of(batch.observations, n)
         actions = _column(batch.actions, n, th.int64)
         errors = np.empty((n, 1), np.float32)
         self._batch = inputs, actions, errors
@@ -545,7 +571,7 @@ class CompiledUpdate:
             self._sizes,
             self._is_tanh,
             inputs,
-            self._inputs.of(batch.next_observations),
+            self._inputs.of(batch.next_observations, n),
             actions,
             _column(batch.rewards, n),
             _column(batch.dones, n),
@@ -568,7 +594,7 @@ class CompiledUpdate:
         self, weights: th.Tensor, max_grad_norm: float | None = None, loss: Loss = "huber"
     ) -> float:
         """
-        One step of the optimizer on the weighted loss of the batch whose errors were asked for last.
+        A step of the optimizer on the weighted loss of the batch whose errors were asked for last.
 
         :param weights: shape ``(batch, 1)``
         :param max_grad_norm: gradients are cut to this norm; None for no limit
@@ -625,8 +651,8 @@ class CompiledUpdate:
         :return: the best action for each, the first of those that are equally good, shape ``(n,)``
         """
         # A copy, since that given may be read-only
-        inputs = self._inputs.of(th.from_numpy(np.array(observations)))
-        n = len(inputs)
+        n = len(observations)
+        inputs = self._inputs.of(th.from_numpy(np.array(observations)), n)
         actions = np.empty(n, np.int64)
         greedy_actions(
             self._addresses,
@@ -638,9 +664,6 @@ class CompiledUpdate:
             actions,
         )
         return actions
-
-
-_STATE = ("exp_avg", "exp_avg_sq", "step")
 
 
 def _column(tensor: th.Tensor, n: int, dtype: th.dtype = th.float32) -> npt.NDArray[Any]:
@@ -677,25 +700,26 @@ class UpdateChoice:
         :param policy: of the model
         :return: what can train it as it is now; None if only torch can
         """
-        update = self._update
-        if update is not None and update.holds(policy):
-            return update
-        return self._look(policy)
+        if not th.is_grad_enabled():
+            self.reason = "gradients are switched off"
+            return None
+        return self._current(policy, CompiledUpdate.holds)
 
     def for_acting(self, policy: BasePolicy) -> CompiledUpdate | None:
         """
         :param policy: of the model
         :return: what can choose its actions as it is now; None if only torch can
         """
-        update = self._update
-        if update is not None and update.holds_for_acting(policy):
-            return update
-        return self._look(policy)
+        return self._current(policy, CompiledUpdate.holds_for_acting)
 
-    def _look(self, policy: BasePolicy) -> CompiledUpdate | None:
-        found = CompiledUpdate.of(policy, self._architecture)
-        if isinstance(found, str):
-            self._update, self.reason = None, found
-        else:
-            self._update, self.reason = found, None
+    def _current(
+        self, policy: BasePolicy, holds: Callable[[CompiledUpdate, BasePolicy], bool]
+    ) -> CompiledUpdate | None:
+        if _is_autocast_enabled():
+            self.reason = "autocast is switched on"
+            return None
+        if self._update is None or not holds(self._update, policy):
+            found = CompiledUpdate.of(policy, self._architecture)
+            self._update = None if isinstance(found, str) else found
+            self.reason = found if isinstance(found, str) else None
         return self._update

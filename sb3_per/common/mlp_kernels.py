@@ -523,8 +523,8 @@ def _first_fault(actions: IntArray, n_actions: int) -> int:
 
 @compile_kernel
 def _target(reward: float, done: float, discount: float, value: float) -> float:
-    """What follows the end of an episode doesn't count, not even as 0 times NaN."""
-    return reward if done == _ONE else reward + (_ONE - done) * discount * value
+    """What comes after a terminal state counts nothing, whatever the network says of it."""
+    return reward if done > _ZERO else reward + discount * value
 
 
 @compile_kernel
@@ -559,7 +559,7 @@ def _sort_columns(values: Float32Array) -> None:
 
 
 @compile_kernel
-def _distances(columns: Float32Array, others: Float32Array, errors: Float32Array) -> None:
+def distances(columns: Float32Array, others: Float32Array, errors: Float32Array) -> None:
     """
     :param columns: of quantiles, one column for each distribution, shape ``(n_quantiles, n)``; are
         sorted
@@ -647,14 +647,12 @@ def td_errors(
             estimate = outputs[i, k * n_actions + actions[i, 0]]
             targets[i, k] = target_columns[k, i] = target
             estimates[i, k] = estimate_columns[k, i] = estimate
-    _distances(estimate_columns, target_columns, errors)
+    distances(estimate_columns, target_columns, errors)
     return ALL_WELL
 
 
 @_compile_sums
-def _quantile_loss(
-    estimate: float, midpoint: float, targets: Float32Array
-) -> tuple[float, float]:
+def _quantile_loss(estimate: float, midpoint: float, targets: Float32Array) -> tuple[float, float]:
     """
     :param estimate: one quantile
     :param midpoint: its share of the targets below it
@@ -706,8 +704,8 @@ def step(
 
     :param addresses: all of them
     :param weights: shape ``(n, 1)``
-    :param is_huber: whether the loss is Huber's, threshold 1; else it is the squared error. Quantiles
-        have no other than Huber's.
+    :param is_huber: whether the loss is Huber's, threshold 1; else it is the squared error.
+        Quantiles have no other than Huber's.
     :param gradients: as many numbers as there are parameters, written to
     :param max_norm: largest norm of the gradient; infinity for none
     :return: the loss before the step
