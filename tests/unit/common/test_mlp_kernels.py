@@ -1,5 +1,6 @@
 """Forward, backward, clipping and what else the compiled update is made of, piece by piece."""
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ NETWORKS = [
 
 def make_network(sizes: tuple[int, ...], activation: type[nn.Module]) -> nn.Sequential:
     layers: list[nn.Module] = []
-    for n_in, n_out in zip(sizes, sizes[1:], strict=False):
+    for n_in, n_out in pairwise(sizes):
         layers += [nn.Linear(n_in, n_out), activation()]
     return nn.Sequential(*layers[:-1])
 
@@ -185,7 +186,7 @@ def test_adam_is_that_of_torch(options: dict[str, Any]) -> None:
             group["lr"],
             *group["betas"],
             group["eps"],
-            group["weight_decay"],
+            float(group["weight_decay"]),
         )
         optimizer.step()
     for value, state, parameter in zip(before, states, network.parameters(), strict=True):
