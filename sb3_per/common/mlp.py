@@ -13,13 +13,17 @@ from itertools import chain, pairwise
 from operator import attrgetter, is_, itemgetter
 from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
 import torch as th
 from gymnasium import spaces
+from numba import config
 from stable_baselines3.common.policies import BasePolicy
-from stable_baselines3.common.preprocessing import is_image_space, preprocess_obs
+from stable_baselines3.common.preprocessing import (
+    get_flattened_obs_dim,
+    is_image_space,
+    preprocess_obs,
+)
 from stable_baselines3.common.torch_layers import FlattenExtractor
 from stable_baselines3.dqn.policies import DQNPolicy, QNetwork
 from torch import nn
@@ -230,7 +234,7 @@ def _check_optimizer(
     if type(optimizer) is not th.optim.Adam:
         raise UnsuitableError(f"the optimizer is {type(optimizer).__name__}, not Adam")
     _check_nothing_replaced(optimizer, "the optimizer")
-    hooks = (
+    hooks: tuple[dict[Any, Any], ...] = (
         optimizer._optimizer_step_pre_hooks,
         optimizer._optimizer_step_post_hooks,
         *GLOBAL_OPTIMIZER_HOOKS,
@@ -355,11 +359,7 @@ class _Inputs:
             raise UnsuitableError("observations have no dimension")
         elif is_image_space(space):
             raise UnsuitableError("observations are images")
-        wanted = (
-            int(np.prod(space.shape))
-            if self._one_hot_sizes is None
-            else int(self._one_hot_sizes.sum())
-        )
+        wanted = get_flattened_obs_dim(space)
         if wanted != n_inputs:
             raise UnsuitableError(f"{wanted} numbers in an observation, {n_inputs} inputs")
 
@@ -397,7 +397,7 @@ class CompiledUpdate:
     """
 
     def __init__(self, policy: BasePolicy, architecture: Architecture) -> None:
-        if numba.config.DISABLE_JIT:
+        if config.DISABLE_JIT:  # type: ignore[attr-defined]  # numba sets it as the module loads
             raise UnsuitableError("numba's compiler is switched off")
         _only(policy, architecture.policy, "the policy")
         self._policy = policy

@@ -26,11 +26,11 @@ import ctypes
 from functools import partial
 from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
 from numba.core import types
 from numba.extending import intrinsic, overload
+from numba.np.numpy_support import carray
 
 from sb3_per.trees.sum_kernels import compile_kernel
 
@@ -43,6 +43,9 @@ ONLINE, TARGET, EXP_AVG, EXP_AVG_SQ, STEPS = range(5)
 
 #: What :func:`td_errors` returns when nothing is wrong
 ALL_WELL = -1
+
+#: A quarter of where tanh is 1 in float32
+_TANH_LIMIT = np.float64(2.375)
 
 _ZERO = np.float32(0.0)
 _HALF = np.float32(0.5)
@@ -63,7 +66,7 @@ def _pointer(address: int) -> ctypes.c_void_p:
     return ctypes.c_void_p(int(address))
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def _to_pointer(_: Any, __: Any) -> Any:
     def generate(context: Any, builder: Any, ___: Any, arguments: Any) -> Any:
         return builder.inttoptr(arguments[0], context.get_value_type(types.voidptr))
@@ -71,9 +74,10 @@ def _to_pointer(_: Any, __: Any) -> Any:
     return types.voidptr(types.uint64), generate
 
 
-@overload(_pointer)  # type: ignore[untyped-decorator]
+@overload(_pointer)
 def _compiled_pointer(address):  # type: ignore[no-untyped-def] # numba compares it with the lambda
-    return lambda address: _to_pointer(address)
+    # numba gives the first argument itself
+    return lambda address: _to_pointer(address)  # type: ignore[call-arg]
 
 
 @compile_kernel
@@ -82,7 +86,7 @@ def _parameter(addresses: AddressArray, parameter: int, size: int) -> Float32Arr
     :param addresses: a row of them
     :return: the memory itself, shape ``(size,)``
     """
-    flat: Float32Array = numba.carray(_pointer(addresses[parameter]), (size,), np.float32)
+    flat: Float32Array = carray(_pointer(addresses[parameter]), (size,), np.float32)
     return flat
 
 
@@ -229,11 +233,10 @@ def _squash(values: Float32Array) -> None:
     :param values: shape ``(n,)``
     """
     for i in range(values.shape[0]):
-        value = np.float64(values[i])
+        x = 0.25 * np.float64(values[i])
         # Beyond, float32 has nothing between tanh and 1
-        value = -9.5 if value < -9.5 else value
-        value = 9.5 if value > 9.5 else value
-        x = 0.25 * value
+        x = -_TANH_LIMIT if x < -_TANH_LIMIT else x
+        x = _TANH_LIMIT if x > _TANH_LIMIT else x
         s = x * x
         above = x * (2027025.0 + s * (270270.0 + s * (6930.0 + s * 36.0)))
         below = 2027025.0 + s * (945945.0 + s * (51975.0 + s * (630.0 + s)))
@@ -428,7 +431,7 @@ def adam(
     for parameter in range(addresses.shape[1]):
         n_out = sizes[parameter // 2 + 1]
         size = n_out * sizes[parameter // 2] if parameter % 2 == 0 else n_out
-        step = numba.carray(_pointer(addresses[STEPS, parameter]), (1,), np.float32)
+        step = carray(_pointer(addresses[STEPS, parameter]), (1,), np.float32)
         step[0] += _ONE
         if step[0] != known:
             known = step[0]
@@ -652,7 +655,9 @@ def td_errors(
 
 
 @_compile_sums
-def _quantile_loss(estimate: float, midpoint: float, targets: Float32Array) -> tuple[float, float]:
+def _quantile_loss(
+    estimate: np.float32, midpoint: np.float32, targets: Float32Array
+) -> tuple[np.float32, np.float32]:
     """
     :param estimate: one quantile
     :param midpoint: its share of the targets below it

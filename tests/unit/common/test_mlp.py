@@ -103,7 +103,8 @@ def make_batch(
 
 def permuted(batch: PrioritizedReplayBufferSamples, order: Any) -> PrioritizedReplayBufferSamples:
     """:return: the batch with its rows in another order"""
-    return PrioritizedReplayBufferSamples(*(None if x is None else x[order] for x in batch))
+    fields: Any = [None if value is None else value[order] for value in batch]
+    return PrioritizedReplayBufferSamples(*fields)
 
 
 def torch_outputs(
@@ -335,8 +336,8 @@ def test_one_compiled_form_serves_all_depths_widths_and_options() -> None:
             for n in (1, 5):
                 compiled_step(update, make_batch(np.random.default_rng(0), n))
                 update.greedy_actions(np.zeros((n, 4), np.float32))
-    for kernel in (mlp_kernels.td_errors, mlp_kernels.step, mlp_kernels.greedy_actions):
-        assert len(kernel.signatures) == 1  # type: ignore[attr-defined]
+    kernels: list[Any] = [mlp_kernels.td_errors, mlp_kernels.step, mlp_kernels.greedy_actions]
+    assert [len(kernel.signatures) for kernel in kernels] == [1, 1, 1]
 
 
 # --- errors before anything changes ------------------------------------------------------------
@@ -612,6 +613,14 @@ def replace_target(policy: Any) -> None:
     policy.q_net_target = OwnNetwork(**policy._update_features_extractor(policy.net_args))
 
 
+def set_observations(space: spaces.Space[Any]) -> Callable[[Any], None]:
+    def change(policy: Any) -> None:
+        for network in networks(policy):
+            network.observation_space = space
+
+    return change
+
+
 REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "hook before the policy": (lambda p: p.register_forward_pre_hook(nothing), "hooks"),
     "hook before the network": (lambda p: p.q_net.register_forward_pre_hook(nothing), "hooks"),
@@ -683,19 +692,10 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "parameter without optimizer": (drop_parameter, "other parameters"),
     "parameters in another order": (swap_parameters, "other parameters"),
     "state in float64": (state_in_double, "float64"),
-    "no dimension": (
-        lambda p: [
-            setattr(network, "observation_space", spaces.Box(0, 1, ())) for network in networks(p)
-        ],
-        "no dimension",
-    ),
-    "images": (
-        lambda p: [
-            setattr(network, "observation_space", spaces.Box(0, 255, (1, 2, 2), np.uint8))
-            for network in networks(p)
-        ],
-        "images",
-    ),
+    "no dimension": (set_observations(spaces.Box(0, 1, ())), "no dimension"),
+    "images": (set_observations(spaces.Box(0, 255, (1, 2, 2), np.uint8)), "images"),
+    "Dict": (set_observations(spaces.Dict({"a": spaces.Discrete(4)})), "Dict"),
+    "numbers in an observation": (set_observations(spaces.Box(0, 1, (5,))), "5 numbers"),
 }
 
 
@@ -772,8 +772,9 @@ def test_where_torch_computes_in_another_way_it_is_left_to_torch() -> None:
 
 
 def test_implementations_of_adam_are_all_one() -> None:
-    for kwargs in ({"fused": True}, {"foreach": True}, {"foreach": False}):
-        compiled(make_policy(**kwargs))
+    compiled(make_policy(fused=True))
+    compiled(make_policy(foreach=True))
+    compiled(make_policy(foreach=False))
 
 
 # --- what was replaced, and is known again -----------------------------------------------------
@@ -923,6 +924,7 @@ def test_a_copy_of_the_choice_decides_for_its_own_model() -> None:
         other_policy = other_policy or twin_of(policy)
         before = flat_parameters(policy)
         other = other_choice.for_training(other_policy)
+        assert other is not None
         assert other is not update
         compiled_step(other, make_batch(np.random.default_rng(0)))
         assert th.equal(flat_parameters(policy), before)
@@ -940,7 +942,7 @@ from sb3_per.common import mlp
 here = runpy.run_path(sys.argv[1])
 make_policy, twin_of, distance = here["make_policy"], here["twin_of"], here["distance"]
 print(mlp.CompiledUpdate.of(make_policy(), mlp.DQN_ARCHITECTURE))
-mlp.numba.config.DISABLE_JIT = 0
+mlp.config.DISABLE_JIT = 0
 for n_quantiles in (0, 3):
     policy = make_policy(net_arch=(5, 3), n_quantiles=n_quantiles)
     twin = twin_of(policy)

@@ -88,10 +88,9 @@ def test_relu_is_that_of_torch_at_zero_and_nan() -> None:
     sizes = (1, 3, 1)
     network = make_network(sizes, nn.ReLU)
     with th.no_grad():
-        network[0].weight.copy_(th.tensor([[1.0], [1.0], [1.0]]))
-        network[0].bias.copy_(th.tensor([0.0, 1.0, -1.0]))
-        network[2].weight.fill_(1.0)
-        network[2].bias.zero_()
+        values = ([[1.0], [1.0], [1.0]], [0.0, 1.0, -1.0], [[1.0, 1.0, 1.0]], [0.0])
+        for parameter, value in zip(network.parameters(), values, strict=True):
+            parameter.copy_(th.tensor(value))
     inputs = th.tensor([[0.0], [2.0]])
     outputs, results = run_forward(network, sizes, inputs, False)
     assert outputs.ravel().tolist() == [1.0, 6.0]
@@ -174,6 +173,7 @@ def test_adam_is_that_of_torch(options: dict[str, Any]) -> None:
         *([state[key].data_ptr() for state in states] for key in ("exp_avg", "exp_avg_sq", "step")),
     ]
     group = optimizer.param_groups[0]
+    beta_1, beta_2 = group["betas"]
     for _ in range(3):
         for parameter in network.parameters():
             parameter.grad = th.randn(parameter.shape)
@@ -181,10 +181,11 @@ def test_adam_is_that_of_torch(options: dict[str, Any]) -> None:
         mlp_kernels.adam(
             np.array(rows, np.uint64),
             np.array([3, 5, 2]),
-            2.0 * gradients.numpy(),
+            (2.0 * gradients).numpy(),
             0.5,
             group["lr"],
-            *group["betas"],
+            beta_1,
+            beta_2,
             group["eps"],
             float(group["weight_decay"]),
         )
