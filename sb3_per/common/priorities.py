@@ -23,13 +23,13 @@ __all__ = [
 Comparison = Callable[[th.Tensor, th.Tensor], th.Tensor]
 
 
-def absolute_difference(estimates: th.Tensor, targets: th.Tensor) -> th.Tensor:
+def difference(estimates: th.Tensor, targets: th.Tensor) -> th.Tensor:
     """
     :param estimates: one for each critic, shape ``(batch, n_critics)``
     :param targets: shape ``(batch, 1)``
-    :return: absolute TD error of each critic, shape ``(batch, n_critics)``
+    :return: TD error of each critic, shape ``(batch, n_critics)``
     """
-    return (targets - estimates).abs()
+    return targets - estimates
 
 
 class PriorityContext:
@@ -38,21 +38,21 @@ class PriorityContext:
     for, without gradient, under the networks as they are before the gradient step: so ask within
     the function, not later.
 
-    ====================== ====================================== ===================================
-    algorithm              :attr:`estimates`                      :attr:`targets`
-    ====================== ====================================== ===================================
-    PERDQN                 ``(batch, 1)``                         ``(batch, 1)``
-    PERQRDQN               ``(batch, n_quantiles)``               ``(batch, n_quantiles)``
-    PERSAC, PERTD3,        ``(batch, n_critics)``                 ``(batch, 1)``
+    ====================== =================================== ===================================
+    algorithm              :attr:`estimates`                   :attr:`targets`
+    ====================== =================================== ===================================
+    PERDQN                 ``(batch, 1)``                      ``(batch, 1)``
+    PERQRDQN               ``(batch, n_quantiles)``            ``(batch, n_quantiles)``
+    PERSAC, PERTD3,        ``(batch, n_critics)``              ``(batch, 1)``
     PERDDPG
-    PERTQC                 ``(batch, n_critics, n_quantiles)``    ``(batch, 1, n_target_quantiles)``
-    ====================== ====================================== ===================================
+    PERTQC                 ``(batch, n_critics, n_quantiles)`` ``(batch, 1, n_target_quantiles)``
+    ====================== =================================== ===================================
 
     :param batch: the batch
     :param estimates: what the critics say of the actions of the batch
     :param targets: what they should say
-    :param errors_of: absolute TD errors of estimates and targets, shape ``(batch, n_critics)``;
-        the absolute difference by default
+    :param errors_of: TD errors of estimates and targets, shape ``(batch, n_critics)``; targets
+        minus estimates by default
     :param losses_of: loss of each transition by estimates and targets, shape ``(batch, 1)``
     :param target_estimates: computes what the target network says of the same actions, shape as
         ``estimates``
@@ -64,7 +64,7 @@ class PriorityContext:
         estimates: th.Tensor,
         targets: th.Tensor,
         *,
-        errors_of: Comparison = absolute_difference,
+        errors_of: Comparison = difference,
         losses_of: Comparison | None = None,
         target_estimates: Callable[[], th.Tensor] | None = None,
     ) -> None:
@@ -80,14 +80,18 @@ class PriorityContext:
 
     @cached_property
     def critic_td_errors(self) -> th.Tensor:
-        """Absolute TD errors of each critic, shape ``(batch, n_critics)``."""
+        """
+        TD errors of each critic, with sign, shape ``(batch, n_critics)``: targets minus estimates;
+        for PERTQC the mean of the targets minus the mean of the critic's quantiles; for PERQRDQN
+        the distance of the two distributions, which has no sign.
+        """
         with th.no_grad():
             return self._errors_of(self.estimates, self.targets)
 
     @cached_property
     def td_errors(self) -> th.Tensor:
         """Absolute TD errors, with several critics the mean of theirs, shape ``(batch, 1)``."""
-        errors = self.critic_td_errors
+        errors = self.critic_td_errors.abs()
         return errors if errors.shape[1] == 1 else errors.mean(dim=1, keepdim=True)
 
     @cached_property
@@ -114,11 +118,13 @@ class PriorityContext:
 
 
 def _td_error(context: PriorityContext) -> th.Tensor:
-    return context.td_errors
+    # The buffer takes the absolute value of a single critic's
+    errors = context.critic_td_errors
+    return errors if errors.shape[1] == 1 else context.td_errors
 
 
 def _clipped(context: PriorityContext) -> th.Tensor:
-    return context.critic_td_errors.amax(dim=1, keepdim=True).clamp(min=1.0)
+    return context.critic_td_errors.abs().amax(dim=1, keepdim=True).clamp(min=1.0)
 
 
 def _reducible(context: PriorityContext) -> th.Tensor:
@@ -178,13 +184,14 @@ def priorities_of(priority: Priority, context: PriorityContext) -> th.Tensor:
     :param priority: name or function
     :param context: of a batch
     :return: what takes the place of the absolute TD error in the buffer, shape ``(batch, 1)``.
-        By the name ``"td_error"`` unchecked, since the buffer checks it.
+        By the name ``"td_error"`` unchecked, since the buffer checks it, and with the sign of a
+        single critic's error.
     :raises ValueError: if a TD error or a priority is NaN or infinite, or a priority is negative
         or of another shape
     :raises TypeError: if the function returns no numbers
     """
     if priority == "td_error":
-        return context.td_errors
+        return _td_error(context)
     indices = context.batch.indices
     # Whatever the function makes of them
     _check_finite("TD errors", context.td_errors.flatten(), indices, BAD_TD_ERROR)
