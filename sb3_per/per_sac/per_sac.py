@@ -1,5 +1,6 @@
 """Soft Actor-Critic with prioritized experience replay."""
 
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -242,11 +243,9 @@ class PERSAC(PrioritizedOffPolicyAlgorithm, SAC):
             ent_coefs.append(ent_coef.item())
 
             target_q_values = self._target_q_values(replay_data, ent_coef)
-            # Get current Q-values estimates of all critic networks, side by side,
+            # Get current Q-values estimates for each critic network
             # using action from the replay buffer
-            current_q_values = th.cat(
-                self.critic(replay_data.observations, replay_data.actions), dim=1
-            )
+            current_q_values = self.critic(replay_data.observations, replay_data.actions)
 
             # Before any step, so that an error that is not finite stops training while the networks
             # and the entropy coefficient are still whole
@@ -344,23 +343,27 @@ class PERSAC(PrioritizedOffPolicyAlgorithm, SAC):
             # td error + entropy term
             return replay_data.rewards + future
 
-    def _losses_of(self, q_values: th.Tensor, targets: th.Tensor) -> th.Tensor:
+    def _losses_of(self, q_values: Sequence[th.Tensor], targets: th.Tensor) -> th.Tensor:
         """
-        :param q_values: of the critics, shape ``(batch, n_critics)``
+        :param q_values: of each critic, shape ``(batch, 1)``
         :param targets: shape ``(batch, 1)``
         :return: loss of each transition, shape ``(batch, 1)``
         """
-        losses = LOSSES[self.loss](q_values, targets.expand_as(q_values))
-        return 0.5 * losses.sum(dim=1, keepdim=True)
+        losses = 0.5 * sum(LOSSES[self.loss](current_q, targets) for current_q in q_values)
+        assert isinstance(losses, th.Tensor)  # for type checker
+        return losses
 
     def _context(
-        self, batch: PrioritizedReplayBufferSamples, q_values: th.Tensor, targets: th.Tensor
+        self,
+        batch: PrioritizedReplayBufferSamples,
+        q_values: Sequence[th.Tensor],
+        targets: th.Tensor,
     ) -> PriorityContext:
         return PriorityContext(
             batch,
-            q_values,
+            th.cat(tuple(q_values), dim=1),
             targets,
-            losses_of=self._losses_of,
+            losses_of=lambda estimates, targets: self._losses_of(estimates.split(1, 1), targets),
             target_estimates=lambda: th.cat(
                 self.critic_target(batch.observations, batch.actions), dim=1
             ),
@@ -378,7 +381,7 @@ class PERSAC(PrioritizedOffPolicyAlgorithm, SAC):
         """
         with th.no_grad(), self._fork_rng():
             targets = self._target_q_values(batch, self._current_ent_coef())
-            q_values = th.cat(self.critic(batch.observations, batch.actions), dim=1)
+            q_values = self.critic(batch.observations, batch.actions)
         return self._context(batch, q_values, targets)
 
     def learn(
