@@ -18,6 +18,7 @@ from sb3_per.buffers.replay import (
 from sb3_per.buffers.samples import PrioritizedReplayBufferSamples
 from sb3_per.common.losses import quantile_huber_loss
 from sb3_per.common.off_policy import PrioritizedOffPolicyAlgorithm
+from sb3_per.common.priorities import Priority, PriorityContext
 
 __all__ = ["PERQRDQN", "wasserstein_distance"]
 
@@ -100,6 +101,10 @@ class PERQRDQN(PrioritizedOffPolicyAlgorithm, QRDQN):
         each is replayed soon (Schaul et al. 2016, algorithm 1, line 6); or ``"td_error"``, that of
         their own error under the networks of the next ``train``, which looks at each new
         transition once. The latter can help where there are more new transitions than draws.
+    :param priority: what becomes the priority of a transition, in place of that distance: a name or
+        a function, as in :class:`~sb3_per.PERDQN`. ``"clipped"`` is the larger one of the distance
+        and 1, ``"reducible"`` compares quantile Huber losses. The quantiles and their targets are
+        ``estimates`` and ``targets`` of the :class:`~sb3_per.PriorityContext`.
     :raises ValueError: if an option is out of its range, ``replay_buffer_class`` can't be used
         with priorities, ``replay_buffer_kwargs`` contradict an option, or the actions don't start
         at 0
@@ -143,6 +148,7 @@ class PERQRDQN(PrioritizedOffPolicyAlgorithm, QRDQN):
         double_q: bool = False,
         prioritization: Prioritization = "proportional",
         initial_priority: InitialPriority = "max",
+        priority: Priority = "td_error",
     ) -> None:
         super().__init__(
             policy,
@@ -182,6 +188,7 @@ class PERQRDQN(PrioritizedOffPolicyAlgorithm, QRDQN):
             weight_normalization=weight_normalization,
             prioritization=prioritization,
             initial_priority=initial_priority,
+            priority=priority,
         )
         if _init_setup_model:
             self._setup_model()
@@ -216,9 +223,10 @@ class PERQRDQN(PrioritizedOffPolicyAlgorithm, QRDQN):
 
             # Before the step, so that an error that is not finite stops training while the
             # network is still whole
-            td_errors = wasserstein_distance(current_quantiles.detach(), target_quantiles)
-            self.replay_buffer.update_priorities(replay_data.indices, td_errors)
-            errors.append(td_errors)
+            context = self._context(replay_data, current_quantiles, target_quantiles)
+            priorities = self._priorities_of(context)
+            self.replay_buffer.update_priorities(replay_data.indices, priorities)
+            errors.append(context.td_errors)
             weights.append(replay_data.weights)
 
             # A row for each transition, a column for each target quantile
@@ -271,6 +279,30 @@ class PERQRDQN(PrioritizedOffPolicyAlgorithm, QRDQN):
         :return: quantiles of its actions, shape ``(batch, n_quantiles)``
         """
         return _of_actions(self.quantile_net(replay_data.observations), replay_data.actions)
+
+    def _context(
+        self, batch: PrioritizedReplayBufferSamples, quantiles: th.Tensor, targets: th.Tensor
+    ) -> PriorityContext:
+        return PriorityContext(
+            batch,
+            quantiles,
+            targets,
+            errors_of=wasserstein_distance,
+            losses_of=lambda *pair: quantile_huber_loss(*pair).mean(dim=1, keepdim=True),
+            target_estimates=lambda: _of_actions(
+                self.quantile_net_target(batch.observations), batch.actions
+            ),
+        )
+
+    def priority_context(self, batch: PrioritizedReplayBufferSamples) -> PriorityContext:
+        """
+        What a priority function gets to see of a batch, under the networks as they are.
+
+        :param batch: transitions from the replay buffer
+        :return: the context
+        """
+        with th.no_grad():
+            return self._context(batch, self._quantiles_of(batch), self._target_quantiles(batch))
 
     def td_errors(self, batch: PrioritizedReplayBufferSamples) -> th.Tensor:
         """
