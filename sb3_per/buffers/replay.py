@@ -19,8 +19,9 @@ from sb3_per.buffers.kernels import (
     weights_of,
 )
 from sb3_per.buffers.samples import PrioritizedReplayBufferSamples
+from sb3_per.trees.priority_tree import as_floats, as_indices
 from sb3_per.trees.rank_tree import RankTree
-from sb3_per.trees.sum_tree import SumTree, as_floats, as_indices
+from sb3_per.trees.sum_tree import SumTree
 
 __all__ = [
     "InitialPriority",
