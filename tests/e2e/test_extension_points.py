@@ -13,7 +13,7 @@ from stable_baselines3.common.envs import BitFlippingEnv
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from torch import nn
 
-from model_helpers import TenStepEnv, buffer_of, parameters_of, same, silent, small_model
+from model_helpers import TenStepEnv, buffer_of, silent, small_model
 from sb3_per import PERDQN, PERQRDQN, PrioritizedHerReplayBuffer, PrioritizedReplayBuffer
 
 ALGORITHMS = pytest.mark.parametrize("algorithm", [PERDQN, PERQRDQN])
@@ -286,33 +286,3 @@ def test_sparse_gradients_train_where_they_are_not_clipped(algorithm: type[Any])
     assert embedding.weight.grad is not None
     assert embedding.weight.grad.is_sparse
     assert not th.equal(embedding.weight, before)
-
-
-class Accumulating(th.optim.SGD):
-    """Steps on the sum of four gradients, by methods of its own."""
-
-    n_calls = 0
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        if self.n_calls % 4 == 0:
-            super().zero_grad(set_to_none)
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.n_calls += 1
-        if self.n_calls % 4 == 0:
-            super().step(closure)
-
-
-@ALGORITHMS
-def test_an_optimizer_that_accumulates_gradients_does_so(algorithm: type[Any]) -> None:
-    """That each number is the same as in SB3 is shown where whole runs are compared."""
-    policy_kwargs = {"net_arch": [8], "optimizer_class": Accumulating}
-    model: Any = silent(
-        small_model(algorithm=algorithm, policy_kwargs=policy_kwargs, learning_starts=100)
-    )
-    model.learn(20)
-    before = parameters_of(model)
-    model.train(3, 8)
-    assert same(before, parameters_of(model))
-    model.train(1, 8)
-    assert not same(before, parameters_of(model))
