@@ -1,6 +1,7 @@
 """PERDQN with Dict observations and with hindsight experience replay, from learning to files."""
 
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,13 @@ from stable_baselines3.common.buffers import DictReplayBuffer
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.envs import BitFlippingEnv, SimpleMultiObsEnv
 from stable_baselines3.common.logger import Logger
-from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecFrameStack, VecNormalize
+from stable_baselines3.common.vec_env import (
+    DummyVecEnv,
+    SubprocVecEnv,
+    VecEnv,
+    VecFrameStack,
+    VecNormalize,
+)
 
 from sb3_per import PERDQN, PrioritizedDictReplayBuffer, PrioritizedHerReplayBuffer
 
@@ -334,6 +341,37 @@ def test_n_step_returns_are_refused() -> None:
 def test_hindsight_needs_goals() -> None:
     with pytest.raises(ValueError, match="PrioritizedReplayBuffer"):
         PERDQN("MlpPolicy", "CartPole-v1", replay_buffer_class=HerReplayBuffer)
+
+
+class PaidEnv(BitFlippingEnv):
+    """Every reward is the same, that of hindsight, too."""
+
+    def __init__(self, reward: float) -> None:
+        self.paid = reward
+        super().__init__(n_bits=4)
+
+    def compute_reward(self, achieved: Any, desired: Any, infos: Any) -> Any:
+        return np.full(len(np.atleast_2d(achieved)), self.paid, np.float32)
+
+    def step(self, action: Any) -> Any:
+        observation, _, *rest = super().step(action)
+        return observation, self.paid, *rest
+
+
+@pytest.mark.parametrize("in_processes", [False, True])
+def test_rewards_of_hindsight_come_from_the_environment_that_the_model_has_now(
+    in_processes: bool,
+) -> None:
+    first: Any = (SubprocVecEnv if in_processes else DummyVecEnv)([partial(PaidEnv, -1.0)])
+    model = make_her(first, buffer_size=40).learn(40)
+    assert set(np.unique(her_of(model).sample(40).rewards)) == {-1.0}
+    model.set_env(PaidEnv(-7.0))
+    # Its processes are gone
+    first.close()
+    model.learn(100)
+    for _ in range(5):
+        np.testing.assert_array_equal(her_of(model).sample(40).rewards, np.full((40, 1), -7.0))
+    assert her_of(model).env is model.env
 
 
 # --- hindsight, files

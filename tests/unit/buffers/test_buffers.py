@@ -341,6 +341,29 @@ def test_eps_is_inside_the_power() -> None:
     assert buffer.priorities[0] == pytest.approx(0.1)
 
 
+@pytest.mark.parametrize("form", [np.float32, np.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize(("alpha", "eps"), [(55.0, 1e-6), (1e6, 0.5), (1.0, 5e-324)])
+def test_no_leaf_underflows_to_zero_while_eps_is_above_it(
+    alpha: float, eps: float, form: Any
+) -> None:
+    """Both ways through: that for arrays of float32, and that for anything else."""
+    buffer = make(4, n_adds=2, alpha=alpha, eps=eps)
+    buffer.update_priorities(np.arange(2), np.zeros(2, form))
+    assert (buffer.priorities > 0.0).all()
+    assert (buffer.priorities < 1e-300).all()
+    assert set(buffer.sample(8).indices.tolist()) == {0, 1}
+    np.testing.assert_array_equal(buffer.sample(8).weights, 1.0)
+
+
+@pytest.mark.parametrize("form", [np.float32, np.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize("alpha", [0.5, 55.0])
+def test_without_eps_an_error_of_zero_has_no_mass(alpha: float, form: Any) -> None:
+    buffer = make(4, n_adds=2, alpha=alpha)
+    buffer.update_priorities(np.arange(2), np.array([0.0, 1e-30], form))
+    assert buffer.priorities[0] == 0.0 < buffer.priorities[1]
+    assert set(buffer.sample(8).indices.tolist()) == {1}
+
+
 def test_no_error_is_clipped_rounded_or_tied() -> None:
     buffer = make(4, n_adds=3)
     buffer.update_priorities([0, 1, 2], [2.7, 20.0, 1e9])
@@ -721,6 +744,18 @@ def test_a_buffer_without_any_mass_names_eps(n_adds: int, memory: dict[str, Any]
         buffer.sample(4)
     add(buffer)
     assert set(buffer.sample(9).indices.tolist()) == {n_adds % 4}
+
+
+def test_arrays_filled_by_hand_get_the_advice_to_use_add() -> None:
+    buffer = make(4)
+    buffer.rewards[:3] = 1.0
+    buffer.pos = 3
+    with refused(buffer, r"by hand. Store transitions by `add`, .*from_replay_buffer"):
+        buffer.sample(2)
+    # Also over a whole ring
+    buffer.full = True
+    with refused(buffer, "none of the 4 transitions .*by hand"):
+        buffer.sample(2)
 
 
 def test_with_eps_errors_of_zero_are_drawn_uniformly() -> None:

@@ -424,6 +424,32 @@ def test_a_reward_that_is_not_finite_stops_training_with_everything_whole(reward
     np.testing.assert_array_equal(buffer_of(model).priorities, leaves)
 
 
+@pytest.mark.parametrize("double_q", [False, True])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_what_follows_a_terminal_transition_may_have_any_value(
+    value: float, double_q: bool
+) -> None:
+    model = make_model(double_q=double_q)
+    set_quantiles(model, next_target=[[value] * 2] * 3)
+    add(model, 5.0, done=True)
+    np.testing.assert_array_equal(fed_back(model, batch_size=2), [[5.0], [5.0]])
+    assert np.isfinite(quantiles_at(model, S)).all()
+
+
+def test_nan_in_what_goes_on_stops_training_with_everything_whole() -> None:
+    model = make_model()
+    set_quantiles(model, next_target=[[np.nan] * 2] * 3)
+    add(model, 5.0, done=True)
+    add(model, 1.0)
+    before = quantiles_at(model, S)
+    with pytest.raises(
+        ValueError, match=r"nan for transition 1 \(1 of 2 are not finite, .*\[1\]\)"
+    ):
+        model.train(1, batch_size=2)
+    assert quantiles_at(model, S) == before
+    np.testing.assert_array_equal(buffer_of(model).priorities, [1.0, 1.0])
+
+
 def test_the_log_has_the_means_of_all_gradient_steps() -> None:
     model = make_model(alpha=1.0, beta=0.5, learning_rate=0.0)
     set_quantiles(model)
