@@ -91,6 +91,8 @@ def test_ctrl_c_at_any_moment_comes_out_as_keyboard_interrupt(
         "add": lambda: add_rows(buffer),
         "probabilities": lambda: buffer.probabilities,
     }
+    # All is compiled by then
+    actions[method]()
     n_rung = n_raised = 0
 
     def ring(*_: Any) -> None:
