@@ -410,6 +410,9 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         if self.draws is not None:
             self.draws.forget(self.pos)
         super().add(obs, next_obs, action, reward, done, infos)
+        if not self.handle_timeout_termination:
+            # SB3 leaves what was there: an episode of the lap before may have been broken off
+            self.timeouts[start // self.n_envs] = 0.0
         self._admit(start, priority)
         self._n_adds += 1
         if self._kept_observations:
