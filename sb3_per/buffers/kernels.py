@@ -256,3 +256,45 @@ def batch_means(td_errors: Float32Array, weights: Float32Array) -> tuple[float, 
         ess_sum += min(total * total / (n * squares), 1.0) if squares > 0.0 else 1.0
     n_all = n_batches * n
     return error_sum / n_all, weight_sum / n_all, ess_sum / n_batches
+
+
+@compile_kernel
+def note_draws(
+    indices: IntArray,
+    pos: int,
+    n_envs: int,
+    counts: npt.NDArray[np.int32],
+    totals: IntArray,
+    latest_ages: IntArray,
+) -> int:
+    """
+    Count the draws of a batch; see :class:`~sb3_per.buffers.draws.DrawRecord`.
+
+    :param indices: which transitions were drawn, shape ``(n,)``
+    :param pos: the row that is written next
+    :param n_envs: number of transitions in each row
+    :param counts: number of draws of each transition, shape ``(n_rows * n_envs,)``; updated
+    :param totals: number of all draws and sum of their ages, shape ``(2,)``; updated
+    :param latest_ages: ages of the latest draws, draw ``i`` at ``i % n_latest``, shape
+        ``(n_latest,)``; updated
+    :return: -1, or the position in ``indices`` of the first one that is outside ``[0, n_rows *
+        n_envs)``; nothing is updated then
+    """
+    n = indices.shape[0]
+    n_transitions = counts.shape[0]
+    n_latest = latest_ages.shape[0]
+    for j in range(n):
+        if not 0 <= indices[j] < n_transitions:
+            return j
+    newest = (pos - 1) * n_envs
+    for j in range(n):
+        i = indices[j]
+        age = newest - i // n_envs * n_envs
+        if age < 0:
+            # The buffer went round since
+            age += n_transitions
+        counts[i] += 1
+        latest_ages[totals[0] % n_latest] = age
+        totals[0] += 1
+        totals[1] += age
+    return -1
