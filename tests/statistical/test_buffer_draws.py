@@ -85,7 +85,7 @@ class UniformTwin(PrioritizedReplayBuffer):
     """Ignores the priorities."""
 
     def sample(self, batch_size: int, env: Any = None) -> Any:
-        return self._get_samples(np.random.randint(0, self.size(), size=batch_size), env)
+        return self._get_samples(np.random.randint(0, self.n_transitions, size=batch_size), env)
 
 
 class AlphaTwiceTwin(PrioritizedReplayBuffer):
@@ -106,17 +106,17 @@ class EpsOutsideTwin(PrioritizedReplayBuffer):
 class SwappedAxesTwin(PrioritizedReplayBuffer):
     """Takes the numbers of leaves for ``env * rows + row``."""
 
-    def _make_batch(self, indices: Any, priorities: Any, env: Any) -> Any:
+    def _get_samples(self, indices: Any, env: Any = None) -> Any:
         envs, rows = np.divmod(indices, self.buffer_size)
-        return super()._make_batch(rows * self.n_envs + envs, priorities, env)
+        return super()._get_samples(rows * self.n_envs + envs, env)
 
 
 class OtherEnvTwin(PrioritizedReplayBuffer):
     """Takes the row that the tree chose, and any of its environments, as SB3's buffers do."""
 
-    def _make_batch(self, indices: Any, priorities: Any, env: Any) -> Any:
+    def _get_samples(self, indices: Any, env: Any = None) -> Any:
         envs = np.random.randint(0, self.n_envs, size=len(indices))
-        return super()._make_batch(indices // self.n_envs * self.n_envs + envs, priorities, env)
+        return super()._get_samples(indices // self.n_envs * self.n_envs + envs, env)
 
 
 class OffByOneTree(SumTree):

@@ -287,9 +287,8 @@ def test_every_argument_arrives() -> None:
         "loss",
         "prioritization",
         "initial_priority",
-        # derived from the policy, and not saved
+        # Names of the optimizers that were made faster, not saved
         "_fused",
-        "_structure",
     }
     buffer = buffer_of(model)
     assert (buffer.buffer_size, buffer.alpha, buffer.eps, buffer.beta) == (33, 0.3, 0.01, 0.2)
@@ -601,13 +600,14 @@ def test_each_step_draws_by_the_priorities_of_the_step_before(
 
     expected = np.ones(12)
     for call in recorder.calls:
-        np.testing.assert_array_equal(call.leaves, expected)
+        # NumPy's power and the compiled one may differ in the last place
+        np.testing.assert_allclose(call.leaves, expected, rtol=1e-14)
         drawn = call.leaves[call.indices]
         smallest = drawn.min() if weight_normalization == "batch" else call.leaves.min()
         np.testing.assert_allclose(call.batch.weights[:, 0], (smallest / drawn) ** 0.5, rtol=1e-6)
         errors = call.td_errors[:, 0].double().numpy()
         expected[call.indices] = (np.abs(errors) + 1e-6) ** 0.7
-    np.testing.assert_array_equal(buffer_of(model).priorities, expected)
+    np.testing.assert_allclose(buffer_of(model).priorities, expected, rtol=1e-14)
     assert any(bool((call.batch.weights < 1.0).any()) for call in recorder.calls)
 
 
