@@ -23,7 +23,7 @@ import pytest
 import sb3_per
 from sb3_per.buffers.kernels import gather, look_ahead, priorities_of, weights_of
 from sb3_per.trees import RankTree, SumTree, sum_kernels
-from tests.unit.trees.conftest import assert_valid, random_tree
+from tree_helpers import assert_valid, random_tree
 
 # --- rules that the source keeps ---
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from sb3_per.trees import RankTree, SumTree
-from tests.unit.trees.conftest import assert_valid, snapshot, tree_of
+from tree_helpers import assert_valid, snapshot, tree_of
 
 CAPACITY = 2_000
 

@@ -24,7 +24,7 @@ from hypothesis.stateful import (
 )
 
 from sb3_per.trees import PriorityTree, RankTree, SumTree
-from tests.unit.trees.conftest import (
+from tree_helpers import (
     BELOW_ONE,
     TINY,
     assert_valid,
