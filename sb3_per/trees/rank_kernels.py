@@ -559,8 +559,8 @@ def _note_ends(tree: Ranks, shift: int) -> None:
 @compile_kernel
 def _sort(numbers: IntArray) -> IntArray:
     """
-    Sort by one byte after the other, the last one first. numba's own sort takes three times as long,
-    and seconds more to compile.
+    Sort by one byte after the other, the last one first. numba's own sort takes three times as
+    long, and seconds more to compile.
 
     :param numbers: not negative; overwritten
     :return: the same ones, ascending
