@@ -247,7 +247,7 @@ class RankTree(PriorityTree):
         """
         # As it is at one moment, whatever other threads write meanwhile
         tree = Ranks(*map(np.empty_like, self._arrays))
-        rank_kernels.copy(self._arrays, tree)
+        rank_kernels.copy(*self._arrays, *tree)
         bad = np.flatnonzero(~((tree.leaves >= 0.0) & (tree.leaves <= self._limit)))
         if bad.size:
             return False, f"leaf {bad[0]} is {tree.leaves[bad[0]]}"

@@ -213,7 +213,7 @@ def fresh_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[]
 
 
 def was_cached(kernel: Any) -> bool:
-    return sum(kernel.stats.cache_hits.values()) == 1
+    return bool(sum(kernel.stats.cache_hits.values()))
 
 
 def test_the_second_process_finds_what_the_first_compiled(
