@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch as th
 from gymnasium import spaces
-from stable_baselines3.common.buffers import DictReplayBuffer
+from stable_baselines3.common.buffers import DictReplayBuffer, ReplayBuffer
 from stable_baselines3.common.vec_env import VecNormalize
 
 from sb3_per.buffers.replay import PrioritizedReplayBuffer
@@ -44,22 +44,22 @@ class PrioritizedDictReplayBuffer(PrioritizedReplayBuffer, DictReplayBuffer):  #
     observations: dict[str, Array]
     next_observations: dict[str, Array]
     _batch_type = PrioritizedDictReplayBufferSamples
+    _counterparts: tuple[type[ReplayBuffer], ...] = (DictReplayBuffer,)
 
     @classmethod
-    def _check_observation_space(cls, observation_space: spaces.Space[Any]) -> None:
+    def _check_storage(
+        cls, observation_space: spaces.Space[Any], optimize_memory_usage: bool
+    ) -> None:
         if not isinstance(observation_space, spaces.Dict):
             raise ValueError(
                 f"{cls.__name__} stores Dict observations, got the observation space "
                 f"{observation_space}; use PrioritizedReplayBuffer"
             )
-
-    def _init_storage(self, **arguments: Any) -> None:
-        if arguments["optimize_memory_usage"]:
+        if optimize_memory_usage:
             raise ValueError(
                 "`optimize_memory_usage=True` is not supported with Dict observations, got the "
-                f"observation space {arguments['observation_space']}"
+                f"observation space {observation_space}"
             )
-        super()._init_storage(**arguments)
 
     def add(  # type: ignore[override]
         self,

@@ -20,7 +20,6 @@ from sb3_per.buffers.replay import SelfBuffer, check_size
 __all__ = ["PrioritizedHerReplayBuffer"]
 
 Array = npt.NDArray[Any]
-FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
 
@@ -56,6 +55,15 @@ class PrioritizedHerReplayBuffer(PrioritizedDictReplayBuffer, HerReplayBuffer): 
     :raises ValueError: if an option is out of its range
     """
 
+    _counterparts = (HerReplayBuffer,)
+    _content = (
+        *PrioritizedDictReplayBuffer._content,
+        "_current_ep_start",
+        "ep_length",
+        "ep_start",
+        "infos",
+    )
+
     def __init__(
         self,
         buffer_size: int,
@@ -82,12 +90,6 @@ class PrioritizedHerReplayBuffer(PrioritizedDictReplayBuffer, HerReplayBuffer): 
                 f"`goal_selection_strategy` must be one of {sorted(KEY_TO_GOAL_STRATEGY)}, got "
                 f"{goal_selection_strategy!r}"
             )
-        self._her_arguments = {
-            "env": env,
-            "n_sampled_goal": n_sampled_goal,
-            "goal_selection_strategy": strategy,
-            "copy_info_dict": copy_info_dict,
-        }
         self._entry_priority = 1.0
         super().__init__(
             buffer_size,
@@ -97,6 +99,10 @@ class PrioritizedHerReplayBuffer(PrioritizedDictReplayBuffer, HerReplayBuffer): 
             n_envs,
             optimize_memory_usage,
             handle_timeout_termination,
+            env=env,
+            n_sampled_goal=n_sampled_goal,
+            goal_selection_strategy=strategy,
+            copy_info_dict=copy_info_dict,
             **options,
         )
 
@@ -114,20 +120,31 @@ class PrioritizedHerReplayBuffer(PrioritizedDictReplayBuffer, HerReplayBuffer): 
             )
         self._n_steps = 1
 
-    def _init_storage(self, **arguments: Any) -> None:
-        super()._init_storage(**arguments, **self.__dict__.pop("_her_arguments"))
-
     @classmethod
-    def _blank(cls: type[SelfBuffer], buffer: ReplayBuffer, **options: Any) -> SelfBuffer:
-        assert isinstance(buffer, HerReplayBuffer)
-        options["env"] = buffer.env
-        return cls(1, buffer.observation_space, buffer.action_space, device="cpu", **options)
+    def from_replay_buffer(
+        cls: type[SelfBuffer], buffer: ReplayBuffer, **options: Any
+    ) -> SelfBuffer:
+        """
+        Take over the content of SB3's ``HerReplayBuffer``, its goals and its environment, each
+        transition at priority 1.
 
-    def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        # As in SB3: environments can't be pickled in general
-        del state["env"]
-        return state
+        :param buffer: one of SB3's; its arrays are taken over, not copied, so don't use it again
+        :param options: the keyword-only options of :class:`PrioritizedReplayBuffer`
+        :return: a prioritized buffer with the same transitions
+        :raises ValueError: if an option is out of its range, or the buffer is of another kind
+        """
+        if isinstance(buffer, HerReplayBuffer):
+            for name in ("env", "n_sampled_goal", "goal_selection_strategy", "copy_info_dict"):
+                options[name] = getattr(buffer, name)
+        return super().from_replay_buffer(buffer, **options)
+
+    def set_env(self, env: VecEnv) -> None:
+        """
+        Let another environment compute the rewards of relabelled transitions from now on.
+
+        :param env: the training environment
+        """
+        self.env = env
 
     def reset(self) -> None:
         """Forget all transitions, their priorities and their episodes."""
@@ -177,9 +194,26 @@ class PrioritizedHerReplayBuffer(PrioritizedDictReplayBuffer, HerReplayBuffer): 
         self.tree.update(rows * self.n_envs + env_idx, self._entry_priority)
 
     def truncate_last_trajectory(self) -> None:
-        """Take the episodes that still run as over, so that they can be drawn."""
+        """
+        Take the episodes that still run as broken off, so that they can be drawn: the environments
+        are about to be reset. The last transition of each bootstraps from its own next observation.
+        """
         self._entry_priority = self.tree.max_priority or 1.0
         super().truncate_last_trajectory()
+        for env in np.flatnonzero(self._current_ep_start != self.pos):
+            self._compute_episode_length(int(env))
+
+    def batch_of(self, indices: IntArray, env: VecNormalize | None = None) -> Any:
+        """
+        The batch for given transitions, without a draw, with the goals that the agent had.
+
+        :param indices: stored transitions that can be drawn, int64, shape ``(batch,)``:
+            ``row * n_envs + env``
+        :param env: normalizes observations and rewards of the batch, if given
+        :return: the batch, with weights as if these had been drawn
+        """
+        weights = self._weights_of(self.tree.masses(indices))
+        return super()._get_samples(indices, env)._replace(weights=weights)
 
     def _is_drawable(self, indices: IntArray) -> npt.NDArray[np.bool_]:
         drawable: npt.NDArray[np.bool_] = self._flat(self.ep_length)[indices] > 0
@@ -194,13 +228,13 @@ class PrioritizedHerReplayBuffer(PrioritizedDictReplayBuffer, HerReplayBuffer): 
             )
         return super()._why_nothing_can_be_drawn()
 
-    def _make_batch(self, indices: IntArray, masses: FloatArray, env: VecNormalize | None) -> Any:
-        batch = super()._make_batch(indices, masses, env)
+    def _get_samples(self, batch_inds: IntArray, env: VecNormalize | None = None) -> Any:
+        batch = super()._get_samples(batch_inds, env)
         # At random, because a draw by priority comes in the order of the rows
-        n_relabelled = int(self.her_ratio * len(indices))
-        chosen = np.random.permutation(len(indices))[:n_relabelled]
+        n_relabelled = int(self.her_ratio * len(batch_inds))
+        chosen = np.random.permutation(len(batch_inds))[:n_relabelled]
         if n_relabelled:
-            rows, envs = np.divmod(indices[chosen], self.n_envs)
+            rows, envs = np.divmod(batch_inds[chosen], self.n_envs)
             relabelled = self._get_virtual_samples(rows, envs, env)
             for ours, new in (
                 (batch.observations, relabelled.observations),

@@ -12,8 +12,8 @@ from sb3_per.trees.sum_kernels import FloatArray, IntArray, compile_kernel
 
 Float32Array = npt.NDArray[np.float32]
 
-#: What :func:`batch_means` calls the losses; 0 is none
-LOSS_CODES = {"huber": 1, "mse": 2}
+#: Priority of a transition whose power is too small for a normal float64
+SMALLEST_PRIORITY = float(np.finfo(np.float64).tiny)
 
 
 @compile_kernel
@@ -92,19 +92,24 @@ def weights_of(priorities: FloatArray, smallest: float, beta: float) -> Float32A
     """
     The weights of :func:`~sb3_per.buffers.importance.importance_sampling_weights`.
 
-    :param priorities: of the batch, shape ``(n,)``, above zero
+    :param priorities: of the batch, shape ``(n,)``; one of zero, which can't be drawn, weighs 1
     :param smallest: the priority whose weight is 1; 0 for the smallest of the batch
     :param beta: strength of the correction
     :return: weights, shape ``(n, 1)``
     """
     n = priorities.shape[0]
     if smallest == 0.0:
-        smallest = priorities[0]
-        for j in range(1, n):
-            smallest = min(smallest, priorities[j])
+        smallest = np.inf
+        for j in range(n):
+            if priorities[j] > 0.0:
+                smallest = min(smallest, priorities[j])
+    if smallest == np.inf:
+        smallest = 1.0
     weights = np.empty((n, 1), np.float32)
     for j in range(n):
-        weights[j, 0] = (smallest / priorities[j]) ** beta
+        # Who names transitions may name some that can't be drawn: they count in full
+        priority = priorities[j] if priorities[j] > 0.0 else smallest
+        weights[j, 0] = (smallest / priority) ** beta
     return weights
 
 
@@ -113,61 +118,53 @@ def priorities_of(
     td_errors: Float32Array, indices: IntArray, size: int, eps: float, alpha: float, limit: float
 ) -> tuple[FloatArray, bool]:
     """
-    ``(|td_error| + eps) ** alpha``, and whether all is well.
+    ``(|td_error| + eps) ** alpha``, and whether all of it can be written to a tree.
 
     :param td_errors: one for each index, shape ``(n,)``
     :param indices: shape ``(n,)``
     :param size: how many transitions are stored
     :param limit: largest priority that is allowed
-    :return: priorities, shape ``(n,)``; whether all indices are in ``[0, size)``, all errors finite
-        and all priorities at most ``limit``
+    :return: priorities, shape ``(n,)``, and whether all indices are in ``[0, size)``, all errors
+        finite and all priorities at most ``limit``
     """
     n = indices.shape[0]
     priorities = np.empty(n)
-    is_well = True
+    is_valid = True
     for j in range(n):
         size_of_error = abs(np.float64(td_errors[j]))
-        priority = (size_of_error + eps) ** alpha
+        base = size_of_error + eps
+        # What is above zero stays so, also where the power is too small for a float
+        priority = max(base**alpha, SMALLEST_PRIORITY) if base > 0.0 else base**alpha
         priorities[j] = priority
         if not (0 <= indices[j] < size and size_of_error < np.inf and priority <= limit):
-            is_well = False
-    return priorities, is_well
+            is_valid = False
+    return priorities, is_valid
 
 
 @compile_kernel
-def batch_means(
-    td_errors: Float32Array, weights: Float32Array, loss: int
-) -> tuple[float, float, float, float]:
+def batch_means(td_errors: Float32Array, weights: Float32Array) -> tuple[float, float, float]:
     """
     What some batches add to the log.
 
     :param td_errors: shape ``(n_batches, batch)``
     :param weights: same shape, not negative
-    :param loss: one of ``LOSS_CODES``, or 0
     :return: means over the batches: of the absolute TD error, of the weight, of Kish's effective
-        sample size over the batch's (in ``(0, 1]``), of the weighted loss
+        sample size over the batch's (in ``(0, 1]``)
     """
     n_batches, n = td_errors.shape
     error_sum = 0.0
     weight_sum = 0.0
     ess_sum = 0.0
-    loss_sum = 0.0
     for k in range(n_batches):
         total = 0.0
         squares = 0.0
         for j in range(n):
-            size = abs(np.float64(td_errors[k, j]))
             weight = np.float64(weights[k, j])
-            error_sum += size
+            error_sum += abs(np.float64(td_errors[k, j]))
             total += weight
             squares += weight * weight
-            if loss == 1:
-                bounded = min(size, 1.0)
-                loss_sum += weight * bounded * (size - 0.5 * bounded)
-            elif loss == 2:
-                loss_sum += weight * size * size
         weight_sum += total
         # Where all weights underflowed, they did it alike. Rounding can end just above 1.
         ess_sum += min(total * total / (n * squares), 1.0) if squares > 0.0 else 1.0
     n_all = n_batches * n
-    return error_sum / n_all, weight_sum / n_all, ess_sum / n_batches, loss_sum / n_all
+    return error_sum / n_all, weight_sum / n_all, ess_sum / n_batches

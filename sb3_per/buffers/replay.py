@@ -10,9 +10,14 @@ import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.buffers import NStepReplayBuffer, ReplayBuffer
 from stable_baselines3.common.vec_env import VecNormalize
-from stable_baselines3.her.her_replay_buffer import HerReplayBuffer
 
-from sb3_per.buffers.kernels import gather, look_ahead, priorities_of, weights_of
+from sb3_per.buffers.kernels import (
+    SMALLEST_PRIORITY,
+    gather,
+    look_ahead,
+    priorities_of,
+    weights_of,
+)
 from sb3_per.buffers.samples import PrioritizedReplayBufferSamples
 from sb3_per.trees.rank_tree import RankTree
 from sb3_per.trees.sum_tree import SumTree, as_floats, as_indices
@@ -23,6 +28,7 @@ __all__ = [
     "PrioritizedReplayBuffer",
     "WeightNormalization",
     "check_choice",
+    "check_flag",
     "check_number",
     "check_size",
 ]
@@ -54,7 +60,7 @@ FloatArray = npt.NDArray[np.float64]
 
 def check_number(name: str, value: Any, low: float = 0.0, high: float = math.inf) -> float:
     """
-    :param name: of the option, for the message
+    :param name: name of the option, for error messages
     :param value: what the user gave
     :param low: smallest value allowed
     :param high: largest value allowed; infinity itself never is
@@ -74,7 +80,7 @@ def check_number(name: str, value: Any, low: float = 0.0, high: float = math.inf
 
 def check_size(name: str, value: Any) -> int:
     """
-    :param name: of the option, for the message
+    :param name: name of the option, for error messages
     :param value: what the user gave
     :return: the value as a plain int
     :raises ValueError: if it is no integer of at least 1
@@ -84,9 +90,19 @@ def check_size(name: str, value: Any) -> int:
     return int(value)
 
 
+def check_flag(name: str, value: Any) -> None:
+    """
+    :param name: name of the option, for error messages
+    :param value: what the user gave
+    :raises ValueError: if it is neither True nor False
+    """
+    if not isinstance(value, bool | np.bool_):
+        raise ValueError(f"`{name}` must be True or False, got {value!r}")
+
+
 def check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
     """
-    :param name: of the option, for the message
+    :param name: name of the option, for error messages
     :param value: what the user gave
     :param allowed: what there is
     :raises ValueError: if it is none of these
@@ -95,7 +111,7 @@ def check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
         raise ValueError(f"`{name}` must be one of {list(allowed)}, got {value!r}")
 
 
-class PrioritizedReplayBuffer(NStepReplayBuffer):
+class PrioritizedReplayBuffer(ReplayBuffer):
     """
     Replay buffer that draws a transition ``i`` with probability
     ``P(i) = priority_i / sum(priorities)``, where ``priority_i = (|td_error_i| + eps) ** alpha``
@@ -140,10 +156,24 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
     :param prioritization: ``"proportional"``, or ``"rank"``, for which the paper has
         ``alpha=0.7``. :attr:`priorities` are then ``|td_error| + eps``, ranks are exact at any
         time, and a change of ``alpha`` applies to all stored transitions.
+    :param sb3_options: further arguments of the SB3 buffer that a derived class builds on
     :raises ValueError: if an option is out of its range
     """
 
     _batch_type: type[Any] = PrioritizedReplayBufferSamples
+    #: SB3's buffers whose content :meth:`from_replay_buffer` takes over
+    _counterparts: tuple[type[ReplayBuffer], ...] = (ReplayBuffer, NStepReplayBuffer)
+    #: What it takes over of them
+    _content: tuple[str, ...] = (
+        "actions",
+        "buffer_size",
+        "dones",
+        "full",
+        "observations",
+        "pos",
+        "rewards",
+        "timeouts",
+    )
 
     def __init__(
         self,
@@ -163,6 +193,7 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
         gamma: float = 0.99,
         weight_normalization: WeightNormalization = "batch",
         prioritization: Prioritization = "proportional",
+        **sb3_options: Any,
     ) -> None:
         # First of all, so that a wrong option is found before gigabytes are asked for
         self.alpha = alpha
@@ -175,37 +206,32 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
         self.prioritization = prioritization
         buffer_size = check_size("buffer_size", buffer_size)
         n_envs = check_size("n_envs", n_envs)
-        self._check_observation_space(observation_space)
-        self._init_storage(
-            buffer_size=buffer_size,
-            observation_space=observation_space,
-            action_space=action_space,
+        self._check_storage(observation_space, optimize_memory_usage)
+        super().__init__(
+            buffer_size,
+            observation_space,
+            action_space,
             device=device,
             n_envs=n_envs,
             optimize_memory_usage=optimize_memory_usage,
             handle_timeout_termination=handle_timeout_termination,
+            **sb3_options,
         )
-        # How many rows were ever added: by it, errors that come late are told from timely ones
+        # How many rows were ever added, and how many when `forget_new` was last called
         self._n_adds = 0
-        # And how many when `forget_new` was last called
         self._n_known = 0
-        self._last_draw: tuple[IntArray | None, int] = (None, 0)
+        # With `optimize_memory_usage`: what followed the last transition of an episode that was
+        # broken off, by the number of that transition
+        self._kept_observations: dict[int, Array] = {}
         # Counted only until the first update
         self._n_draws_unanswered = 0
         self._was_updated = False
         self._start_tree()
 
-    def _init_storage(self, **arguments: Any) -> None:
-        """
-        Let SB3 make its arrays.
-
-        :param arguments: of SB3's buffer
-        """
-        # Past NStepReplayBuffer, whose only other act is to refuse `optimize_memory_usage`
-        super(NStepReplayBuffer, self).__init__(**arguments)
-
     @classmethod
-    def _check_observation_space(cls, observation_space: spaces.Space[Any]) -> None:
+    def _check_storage(
+        cls, observation_space: spaces.Space[Any], optimize_memory_usage: bool
+    ) -> None:
         if isinstance(observation_space, spaces.Dict):
             raise ValueError(
                 f"{cls.__name__} can't store Dict observations, got the observation space "
@@ -309,8 +335,8 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
         with np.errstate(over="ignore", under="ignore"):
             converted = leaves[with_mass] ** exponent
         # What has mass keeps it, also where the power is too small or too large for a float
-        smallest = np.finfo(np.float64).tiny
-        self.tree.update(with_mass, np.clip(converted, smallest, self.tree.priority_limit))
+        priorities = np.clip(converted, SMALLEST_PRIORITY, self.tree.priority_limit)
+        self.tree.update(with_mass, priorities)
 
     @property
     def n_transitions(self) -> int:
@@ -332,11 +358,14 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
         masses: FloatArray = self.tree.masses(slice(self.n_transitions))
         return masses / self.tree.total if masses.any() else masses
 
-    def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__.copy()
-        # Known by identity alone, which no pickle keeps
-        state["_last_draw"] = (None, 0)
-        return state
+    @property
+    def nbytes(self) -> int:
+        """Memory of all arrays and of the tree, in bytes."""
+        arrays: list[Any] = []
+        for stored in self.__dict__.values():
+            arrays += stored.values() if isinstance(stored, dict) else [stored]
+        stored_bytes = sum(array.nbytes for array in arrays if isinstance(array, np.ndarray))
+        return stored_bytes + self.tree.nbytes
 
     def add(
         self,
@@ -363,6 +392,9 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
         super().add(obs, next_obs, action, reward, done, infos)
         self._admit(start, priority)
         self._n_adds += 1
+        if self._kept_observations:
+            for index in range(start, start + self.n_envs):
+                self._kept_observations.pop(index, None)
 
     def _admit(self, start: int, priority: float) -> None:
         """
@@ -376,6 +408,26 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
             # The next observation just went over the oldest row's own one
             oldest = self.pos * self.n_envs
             self.tree.fill(oldest, oldest + self.n_envs, 0.0)
+
+    def truncate_last_trajectory(self) -> None:
+        """
+        Take the episodes that still run as broken off: the environments are about to be reset.
+
+        The last transition of each then counts like one at a time limit: it bootstraps from its
+        own next observation, and no n-step return reaches over it. Algorithms of this package call
+        this whenever ``learn`` resets the environments; call it yourself in hand-written loops.
+        """
+        if self.n_transitions == 0:
+            return
+        newest = (self.pos - 1) % self.buffer_size
+        running = np.flatnonzero(self.dones[newest] == 0.0)
+        self.dones[newest, running] = 1.0
+        self.timeouts[newest, running] = 1.0
+        if self.optimize_memory_usage:
+            # The next `add` stores the first observation of other episodes there
+            for env in running:
+                following = self.observations[self.pos, env].copy()
+                self._kept_observations[int(newest * self.n_envs + env)] = following
 
     def new_transitions(self) -> IntArray:
         """
@@ -392,6 +444,18 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
         """From now on, no transition that is stored counts as new."""
         self._n_known = self._n_adds
 
+    def drawable(self) -> npt.NDArray[np.bool_]:
+        """
+        Which of the stored transitions a batch may contain.
+
+        :return: shape ``(n_transitions,)``: False for the oldest row of a full buffer with
+            ``optimize_memory_usage``, whose next observation is gone, and, with hindsight
+            experience replay, for episodes that still run
+        """
+        indices = np.arange(self.n_transitions)
+        drawable = self._is_drawable(indices)
+        return np.ones(len(indices), dtype=bool) if drawable is None else drawable
+
     def _is_drawable(self, indices: IntArray) -> npt.NDArray[np.bool_] | None:
         """
         :param indices: stored transitions, shape ``(n,)``
@@ -405,9 +469,8 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
     def reset(self) -> None:
         """Forget all transitions and their priorities."""
         super().reset()
+        self._kept_observations.clear()
         self._start_tree()
-        # No row is any longer what it was when the latest batch was drawn
-        self._n_adds += self.buffer_size
 
     def sample(  # type: ignore[override]
         self, batch_size: int, env: VecNormalize | None = None
@@ -423,10 +486,9 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
         if self.tree.total == 0.0:
             raise ValueError(self._why_nothing_can_be_drawn())
         indices, masses = self.tree.sample(batch_size)
-        self._last_draw = (indices, self._n_adds)
         if not self._was_updated:
             self._count_unanswered_draw()
-        return self._make_batch(indices, masses, env)
+        return self._get_samples(indices, env)._replace(weights=self._weights_of(masses))
 
     def _why_nothing_can_be_drawn(self) -> str:
         if self.n_transitions == 0:
@@ -436,6 +498,12 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
                 "no next observation is at hand: `optimize_memory_usage=True` keeps it in the next "
                 f"row, and there is just one row for {self.n_envs} environment(s); `buffer_size` "
                 f"must be at least {2 * self.n_envs}"
+            )
+        if self._n_adds == 0:
+            return (
+                f"none of the {self.n_transitions} transitions has a priority: they were written "
+                "into the arrays by hand. Store transitions by `add`, or make a prioritized buffer "
+                f"of SB3's own by `{type(self).__name__}.from_replay_buffer`."
             )
         return (
             f"all {self.n_transitions} stored transitions have a priority of zero, which leaves "
@@ -456,63 +524,57 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
                 stacklevel=3,
             )
 
-    def _get_samples(  # type: ignore[override]
-        self, batch_inds: Array, env: VecNormalize | None = None
-    ) -> PrioritizedReplayBufferSamples:
-        """
-        The batch for given rows, each of a random environment: what SB3 calls inside ``sample``.
-
-        :param batch_inds: rows, shape ``(batch,)``
-        :param env: normalizes observations and rewards of the batch, if given
-        :return: the batch
-        """
-        envs = np.random.randint(0, high=self.n_envs, size=len(batch_inds))
-        indices = np.asarray(batch_inds, dtype=np.int64) * self.n_envs + envs
-        masses = self.tree.masses(indices)
-        # Whoever names rows may name some that could not have been drawn: they count as likely ones
-        likely = masses.max(initial=0.0) or 1.0
-        return self._make_batch(indices, np.where(masses > 0.0, masses, likely), env)
-
     def batch_of(
         self, indices: IntArray, env: VecNormalize | None = None
     ) -> PrioritizedReplayBufferSamples:
         """
         The batch for given transitions, without a draw.
 
-        :param indices: stored transitions that can be drawn, int64, shape ``(batch,)``
+        :param indices: stored transitions that can be drawn, int64, shape ``(batch,)``:
+            ``row * n_envs + env``
         :param env: normalizes observations and rewards of the batch, if given
         :return: the batch, with weights as if these had been drawn
         """
-        return self._make_batch(indices, self.tree.masses(indices), env)
+        weights = self._weights_of(self.tree.masses(indices))
+        return self._get_samples(indices, env)._replace(weights=weights)
 
-    def _make_batch(
-        self, indices: IntArray, masses: FloatArray, env: VecNormalize | None
-    ) -> PrioritizedReplayBufferSamples:
+    def _weights_of(self, masses: FloatArray) -> th.Tensor:
         """
-        :param indices: which transitions, shape ``(batch,)``
-        :param masses: what they are drawn in proportion to, shape ``(batch,)``
-        :param env: normalizes observations and rewards, if given
-        :return: the batch, in tensors of its own on the buffer's device
+        :param masses: of the drawn transitions, shape ``(batch,)``
+        :return: their importance-sampling weights, shape ``(batch, 1)``
         """
         smallest = self.tree.min_mass if self._weight_normalization == "buffer" else 0.0
-        weights = weights_of(masses, smallest, self._beta)
+        return self._to_tensor(weights_of(masses, smallest, self._beta))
+
+    def _get_samples(  # type: ignore[override]
+        self, batch_inds: IntArray, env: VecNormalize | None = None
+    ) -> PrioritizedReplayBufferSamples:
+        """
+        Gather a batch. As with SB3's buffers, this is the method to override for batches of
+        another kind, with augmented observations, say.
+
+        :param batch_inds: which transitions, ``row * n_envs + env``, shape ``(batch,)``
+        :param env: normalizes observations and rewards, if given
+        :return: the batch, in tensors of its own on the buffer's device; its weights are 1, since
+            how the transitions were drawn is not known here
+        """
         if self._n_steps == 1:
-            last, discounts = indices, None
+            last, discounts = batch_inds, None
         else:
-            last, returns, discounts = self._n_step_returns(indices, env)
+            last, returns, discounts = self._n_step_returns(batch_inds, env)
         rewards, dones = gather(
             last, self._flat(self.rewards), self._flat(self.dones), self._flat(self.timeouts)
         )
         rewards = self._normalize_reward(rewards, env) if discounts is None else returns
         batch: PrioritizedReplayBufferSamples = self._batch_type(
-            observations=self._observations_at(self.observations, indices, env),
-            actions=self._to_tensor(self._flat(self.actions).take(indices, axis=0)),
+            observations=self._observations_at(self.observations, batch_inds, env),
+            actions=self._to_tensor(self._flat(self.actions).take(batch_inds, axis=0)),
             next_observations=self._next_observations_at(last, env),
             dones=self._to_tensor(dones),
             rewards=self._to_tensor(rewards),
             discounts=None if discounts is None else self._to_tensor(discounts),
-            weights=self._to_tensor(weights),
-            indices=indices,
+            weights=th.ones((len(batch_inds), 1), device=self.device),
+            indices=batch_inds,
         )
         return batch
 
@@ -543,10 +605,15 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
         return last, (rewards * counts).sum(axis=1, keepdims=True), discounts
 
     def _next_observations_at(self, indices: IntArray, env: VecNormalize | None) -> Any:
-        if self.optimize_memory_usage:
-            following = (indices + self.n_envs) % self.tree.capacity
-            return self._observations_at(self.observations, following, env)
-        return self._observations_at(self.next_observations, indices, env)
+        if not self.optimize_memory_usage:
+            return self._observations_at(self.next_observations, indices, env)
+        following = (indices + self.n_envs) % self.tree.capacity
+        observations = self._flat(self.observations).take(following, axis=0)
+        if self._kept_observations:
+            for position, index in enumerate(indices.tolist()):
+                if index in self._kept_observations:
+                    observations[position] = self._kept_observations[index]
+        return self._to_tensor(self._normalize_obs(observations, env))
 
     def _observations_at(self, storage: Any, indices: IntArray, env: VecNormalize | None) -> Any:
         """
@@ -589,10 +656,8 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
         Set the priorities of transitions to ``(|td_error| + eps) ** alpha``; with
         ``prioritization="rank"``, to ``|td_error| + eps``.
 
-        An index stands for a place. If the ``indices`` of the latest batch are given, that very
-        array, then transitions that were overwritten since it was drawn keep the priority they
-        got as new ones. Of any other indices the buffer can't know when they were drawn, and
-        takes what is stored there now to be meant.
+        An index stands for a place: an error that comes late counts for what is stored there by
+        then. Transitions that can't be drawn (:meth:`drawable`) keep their priority of zero.
 
         :param indices: ``batch.indices``, or any array or tensor of places of stored
             transitions, shape ``(n,)``; where one is repeated, its last TD error counts
@@ -606,9 +671,9 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
         """
         places, priorities = self._check_update(indices, td_errors)
         self._was_updated = True
-        changeable = self._changeable(indices, places)
-        if changeable is not None:
-            places, priorities = places[changeable], priorities[changeable]
+        drawable = self._is_drawable(places)
+        if drawable is not None:
+            places, priorities = places[drawable], priorities[drawable]
         self.tree.write(places, priorities)
 
     def _check_update(self, indices: npt.ArrayLike, td_errors: Any) -> tuple[IntArray, FloatArray]:
@@ -631,7 +696,7 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
             and td_errors.shape in ((len(indices),), (len(indices), 1))
         ):
             # What a training loop gives
-            priorities, is_well = priorities_of(
+            priorities, is_valid = priorities_of(
                 td_errors.ravel(),
                 indices,
                 self.n_transitions,
@@ -639,13 +704,15 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
                 exponent,
                 self.tree.priority_limit,
             )
-            if is_well:
+            if is_valid:
                 return indices, priorities
         # Anything else is converted as far as it can be, and what is wrong with it is said
         places = self._check_indices(indices)
         errors = self._check_td_errors(td_errors, places)
-        with np.errstate(over="ignore"):
-            priorities = (np.abs(errors) + self.eps) ** exponent
+        with np.errstate(over="ignore", under="ignore"):
+            bases = np.abs(errors) + self.eps
+            # What is above zero stays so, also where the power is too small for a float
+            priorities = np.maximum(bases**exponent, np.where(bases > 0.0, SMALLEST_PRIORITY, 0.0))
         too_large = np.flatnonzero(~(priorities <= self.tree.priority_limit))
         if too_large.size:
             at = too_large[0]
@@ -695,22 +762,6 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
             )
         return errors
 
-    def _changeable(self, indices: npt.ArrayLike, places: IntArray) -> npt.NDArray[np.bool_] | None:
-        """
-        :param indices: as the caller gave them
-        :param places: the same, checked
-        :return: which of them may be written to, None if all may
-        """
-        changeable = self._is_drawable(places)
-        drawn, n_adds = self._last_draw
-        n_added = self._n_adds - n_adds if indices is drawn else 0
-        if n_added:
-            # How many rows ago a place was last written: 1 for the newest row
-            age = (self.pos - 1 - places // self.n_envs) % self.buffer_size + 1
-            fresh = age > n_added
-            changeable = fresh if changeable is None else changeable & fresh
-        return changeable
-
     def anneal_beta(self) -> None:
         """Add ``beta_increment`` to ``beta``, up to 1; for hand-written loops."""
         self.beta = min(1.0, self.beta + self.beta_increment)
@@ -730,36 +781,30 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
             priorities are updated
         :raises ValueError: if an option is out of its range, or the buffer is of another kind
         """
-        if isinstance(buffer, PrioritizedReplayBuffer) or not isinstance(buffer, ReplayBuffer):
+        if type(buffer) not in cls._counterparts:
+            names = " or ".join(counterpart.__name__ for counterpart in cls._counterparts)
             raise ValueError(
-                f"only SB3's own replay buffers can be taken over, got {type(buffer).__name__}"
+                f"{cls.__name__} takes over the content of SB3's {names}, got a "
+                f"{type(buffer).__name__}"
             )
-        if isinstance(buffer, HerReplayBuffer) != issubclass(cls, HerReplayBuffer):
-            raise ValueError(f"{cls.__name__} can't take over a {type(buffer).__name__}")
-        cls._check_observation_space(buffer.observation_space)
-        content = buffer.__dict__.copy()
-        for option in ("n_steps", "gamma"):
-            if option in content:
-                options.setdefault(option, content.pop(option))
-        # The smallest buffer there is checks the options and holds them
-        prioritized = cls._blank(buffer, **options)
-        own = {
-            name: value
-            for name, value in prioritized.__dict__.items()
-            if name.startswith("_") and name not in content
-        }
-        prioritized.__dict__ = {**content, **own}
+        if isinstance(buffer, NStepReplayBuffer):
+            options = {"n_steps": buffer.n_steps, "gamma": buffer.gamma, **options}
+        # As small as it can be, since the arrays are replaced
+        prioritized = cls(
+            buffer.n_envs,
+            buffer.observation_space,
+            buffer.action_space,
+            device=buffer.device,
+            n_envs=buffer.n_envs,
+            optimize_memory_usage=buffer.optimize_memory_usage,
+            handle_timeout_termination=buffer.handle_timeout_termination,
+            **options,
+        )
+        for name in cls._content:
+            setattr(prioritized, name, getattr(buffer, name))
+        if not buffer.optimize_memory_usage:
+            prioritized.next_observations = buffer.next_observations
         prioritized._start_tree()
-        indices = np.arange(prioritized.n_transitions)
-        drawable = prioritized._is_drawable(indices)
-        prioritized.tree.update(indices if drawable is None else indices[drawable], 1.0)
+        prioritized.tree.update(np.flatnonzero(prioritized.drawable()), 1.0)
+        prioritized._n_adds = prioritized._n_known = prioritized.size()
         return prioritized
-
-    @classmethod
-    def _blank(cls: type[SelfBuffer], buffer: ReplayBuffer, **options: Any) -> SelfBuffer:
-        """
-        :param buffer: whose spaces to use
-        :param options: of this class
-        :return: the smallest buffer there is
-        """
-        return cls(1, buffer.observation_space, buffer.action_space, device="cpu", **options)

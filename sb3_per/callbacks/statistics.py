@@ -20,8 +20,6 @@ from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
 from stable_baselines3.common.vec_env import VecNormalize
 from stable_baselines3.her.her_replay_buffer import HerReplayBuffer
 
-from sb3_per.buffers.dictionary import PrioritizedDictReplayBuffer
-from sb3_per.buffers.her import PrioritizedHerReplayBuffer
 from sb3_per.buffers.importance import importance_sampling_weights
 from sb3_per.buffers.replay import PrioritizedReplayBuffer, check_size
 
@@ -190,10 +188,7 @@ def _batch_at(
     """
     order: IntArray = np.arange(len(indices))
     if isinstance(buffer, PrioritizedReplayBuffer):
-        # The parent's, where the buffer's own would relabel goals at random
-        is_her = isinstance(buffer, PrioritizedHerReplayBuffer)
-        cls = PrioritizedDictReplayBuffer if is_her else type(buffer)
-        return order, cls._make_batch(buffer, indices, np.ones(len(indices)), env)
+        return order, buffer.batch_of(indices, env)
     rows, envs = np.divmod(indices, buffer.n_envs)
     if isinstance(buffer, HerReplayBuffer):
         return order, buffer._get_real_samples(rows, envs, env)
@@ -264,14 +259,14 @@ def _td_errors(model: Any, batch: Any) -> th.Tensor:
     if hasattr(model, "quantile_net_target"):
         q_values = model.quantile_net(batch.observations).mean(dim=1)  # (batch, n_actions)
         if hasattr(model, "_target_quantiles"):
-            targets = model._target_quantiles(*outcome).mean(dim=1, keepdim=True)  # (batch, 1)
+            targets = model._target_quantiles(batch).mean(dim=1, keepdim=True)  # (batch, 1)
         else:
             next_q_values = model.quantile_net_target(batch.next_observations).mean(dim=1)
             targets = _targets(next_q_values, *outcome[1:])
     else:
         q_values = model.q_net(batch.observations)  # (batch, n_actions)
-        if hasattr(model, "_td_targets"):
-            targets = model._td_targets(*outcome)  # (batch, 1)
+        if hasattr(model, "_target_q_values"):
+            targets = model._target_q_values(batch)  # (batch, 1)
         else:
             targets = _targets(model.q_net_target(batch.next_observations), *outcome[1:])
     return cast(th.Tensor, targets - q_values.gather(1, batch.actions.long()))

@@ -6,7 +6,7 @@ from typing import Literal
 import torch as th
 from torch.nn import functional as F
 
-__all__ = ["DERIVATIVES", "LOSSES", "Loss", "check_loss", "quantile_huber_loss"]
+__all__ = ["LOSSES", "Loss", "check_loss", "quantile_huber_loss"]
 
 #: Names of the losses: ``"huber"`` (quadratic up to an error of 1, linear beyond; what DQN uses)
 #: or ``"mse"`` (the squared error, not halved)
@@ -23,12 +23,6 @@ def _mse(predictions: th.Tensor, targets: th.Tensor) -> th.Tensor:
 
 #: Each maps predictions and targets, shape ``(batch, 1)``, to losses, shape ``(batch, 1)``
 LOSSES: dict[str, Callable[[th.Tensor, th.Tensor], th.Tensor]] = {"huber": _huber, "mse": _mse}
-
-#: Each maps TD errors, ``targets - predictions`` of any shape, to the loss's derivative by them
-DERIVATIVES: dict[str, Callable[[th.Tensor], th.Tensor]] = {
-    "huber": lambda td_errors: td_errors.clamp(-1.0, 1.0),
-    "mse": lambda td_errors: 2.0 * td_errors,
-}
 
 
 def check_loss(loss: str) -> None:

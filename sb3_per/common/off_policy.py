@@ -3,21 +3,24 @@
 import io
 import pathlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import cache
 from typing import Any, cast, get_args
 
 import numpy as np
+import numpy.typing as npt
 import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.buffers import DictReplayBuffer, NStepReplayBuffer, ReplayBuffer
+from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
 from stable_baselines3.common.save_util import recursive_getattr
-from stable_baselines3.common.type_aliases import Schedule, TensorDict
+from stable_baselines3.common.type_aliases import GymEnv, MaybeCallback, Schedule, TensorDict
 from stable_baselines3.her.her_replay_buffer import HerReplayBuffer
 
 from sb3_per.buffers.dictionary import PrioritizedDictReplayBuffer
 from sb3_per.buffers.her import PrioritizedHerReplayBuffer
-from sb3_per.buffers.kernels import LOSS_CODES, batch_means
+from sb3_per.buffers.kernels import batch_means
 from sb3_per.buffers.replay import (
     CHOICES,
     InitialPriority,
@@ -28,15 +31,6 @@ from sb3_per.buffers.replay import (
     check_number,
 )
 from sb3_per.buffers.samples import PrioritizedReplayBufferSamples
-from sb3_per.common.losses import Loss, check_loss
-from sb3_per.common.training import (
-    PolicyStructure,
-    TrainingModeSwitch,
-    clip_grad_norm,
-    fuse,
-    in_rows,
-    without_fusing,
-)
 
 __all__ = ["PrioritizedOffPolicyAlgorithm"]
 
@@ -93,15 +87,15 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
 
     Put it before the algorithm in the list of base classes, call :meth:`_set_per_options` between
     that algorithm's ``__init__`` (with ``_init_setup_model=False``) and ``_setup_model()``, and
-    override ``train()``, with :meth:`_prepare_buffer` at its beginning and :meth:`_record_per` at
-    its end. This class chooses the buffer, sets beta by SB3's training progress, records the
-    ``per/…`` keys, and takes care of saving and loading.
+    override ``train()``: SB3's own, with :meth:`_prepare_replay` at its beginning,
+    ``self.replay_buffer.update_priorities`` and the weights in the loss for each batch, and
+    :meth:`_record_per` at its end. This class chooses the buffer, sets beta by SB3's training
+    progress, records the ``per/…`` keys, and takes care of saving and loading.
+
+    Its arguments are those of SB3's ``OffPolicyAlgorithm``.
     """
 
-    #: Options of some of the algorithms only, checked where they are set
-    double_q: bool
-    loss: Loss
-    initial_priority: InitialPriority
+    replay_buffer: PrioritizedReplayBuffer
 
     def _set_per_options(
         self,
@@ -113,16 +107,23 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
         priority_eps: float = 1e-6,
         weight_normalization: WeightNormalization = "batch",
         prioritization: Prioritization = "proportional",
-        **own_options: Any,
+        initial_priority: InitialPriority = "max",
     ) -> None:
         """
         Keep the options as attributes, as SB3 does: so they are saved with the model, and
         ``load(..., alpha=0.5)`` replaces one. They are checked in :meth:`_setup_model`, which
-        every way of making a model leads through, and whenever ``train`` applies them.
+        every way of making a model leads through, and whenever ``train`` applies them. For their
+        meaning see :class:`~sb3_per.PERDQN`.
 
-        :param own_options: that the algorithm has besides; ``double_q``, ``loss`` and
-            ``initial_priority`` are checked as those of PERDQN, for others extend
-            :meth:`_check_per_options`
+        :param alpha: how much priorities count, at least 0
+        :param beta: strength of the importance-sampling correction when training starts, in
+            ``[0, 1]``; or a schedule of it
+        :param beta_final: strength at the end of ``beta_fraction``, in ``[0, 1]``
+        :param beta_fraction: fraction of training over which beta changes, in ``[0, 1]``
+        :param priority_eps: added to every absolute TD error, at least 0
+        :param weight_normalization: ``"batch"`` or ``"buffer"``
+        :param prioritization: ``"proportional"`` or ``"rank"``
+        :param initial_priority: ``"max"``, or ``"td_error"``, which needs :meth:`td_errors`
         """
         self.alpha = alpha
         self.beta = beta
@@ -131,10 +132,14 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
         self.priority_eps = priority_eps
         self.weight_normalization = weight_normalization
         self.prioritization = prioritization
-        for name, value in own_options.items():
-            setattr(self, name, value)
+        self.initial_priority = initial_priority
 
     def _check_per_options(self) -> None:
+        """
+        Check the options; algorithms with options of their own extend this.
+
+        :raises ValueError: if one is out of its range
+        """
         self.alpha = check_number("alpha", self.alpha)
         if not callable(self.beta):
             self.beta = check_number("beta", self.beta, high=1.0)
@@ -143,13 +148,15 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
         self.priority_eps = check_number("priority_eps", self.priority_eps)
         for name, allowed in CHOICES.items():
             check_choice(name, getattr(self, name), allowed)
-        if hasattr(self, "double_q") and not isinstance(self.double_q, bool | np.bool_):
-            raise ValueError(f"`double_q` must be True or False, got {self.double_q!r}")
-        if hasattr(self, "loss"):
-            check_loss(self.loss)
-        if hasattr(self, "initial_priority"):
-            check_choice("initial_priority", self.initial_priority, get_args(InitialPriority))
-            if self.initial_priority == "td_error" and self._replays_with_hindsight():
+        check_choice("initial_priority", self.initial_priority, get_args(InitialPriority))
+        if self.initial_priority == "td_error":
+            if type(self).td_errors is PrioritizedOffPolicyAlgorithm.td_errors:
+                raise ValueError(
+                    f"`initial_priority='td_error'` needs the TD errors of new transitions, and "
+                    f"{type(self).__name__} has no method `td_errors(batch)`: define it, or use "
+                    "'max'"
+                )
+            if self._replays_with_hindsight():
                 raise ValueError(
                     "`initial_priority='td_error'` is not supported with hindsight experience "
                     "replay: a new transition has no goal to be measured by until its episode is "
@@ -160,19 +167,37 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
         classes = (self.replay_buffer_class, type(self.replay_buffer))
         return any(isinstance(cls, type) and issubclass(cls, HerReplayBuffer) for cls in classes)
 
-    def _check_action_space(self) -> None:
-        start = getattr(self.action_space, "start", 0)
-        if isinstance(self.action_space, spaces.Discrete) and start != 0:
+    def td_errors(self, batch: PrioritizedReplayBufferSamples) -> th.Tensor:
+        """
+        TD errors of a batch under the networks as they are, for ``initial_priority="td_error"``.
+
+        :param batch: transitions from the replay buffer
+        :return: shape ``(batch, 1)``; their absolute values make the priorities
+        """
+        raise TypeError(f"{type(self).__name__} has no method `td_errors(batch)`")
+
+    def _check_spaces(self) -> None:
+        if isinstance(self.action_space, spaces.Discrete) and self.action_space.start != 0:
+            n, start = self.action_space.n, self.action_space.start
             raise ValueError(
                 f"the actions of {self.action_space} start at {start}: Q-values are numbered from "
                 "0, so that greedy and random actions would mean different things. Wrap the "
-                f"environment in a gymnasium.ActionWrapper with the action space "
-                f"Discrete({self.action_space.n}) that adds {start} to each action."
+                "environment in a gymnasium.ActionWrapper with the action space "
+                f"Discrete({n}) that adds {start} to each action."
             )
+        observations = self.observation_space
+        parts = observations.values() if isinstance(observations, spaces.Dict) else [observations]
+        for part in parts:
+            if isinstance(part, spaces.Discrete | spaces.MultiDiscrete) and np.any(part.start):
+                raise ValueError(
+                    f"observations of {part} start at {part.start}: SB3 encodes them as one-hot "
+                    "vectors, numbered from 0. Wrap the environment in a "
+                    "gymnasium.ObservationWrapper that subtracts the start from each observation."
+                )
 
     def _setup_model(self) -> None:
         self._check_per_options()
-        self._check_action_space()
+        self._check_spaces()
         if self.replay_buffer is None:
             self.replay_buffer = self._make_replay_buffer()
         # SB3 finds a buffer and makes none. For the time being the two attributes say what that
@@ -184,9 +209,37 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
             super()._setup_model()
         finally:
             self.replay_buffer_class, self.n_steps = asked_for
-        self._structure: PolicyStructure | None = None
-        TrainingModeSwitch.install(self.policy)
         self._fuse_optimizers()
+
+    def _setup_learn(
+        self,
+        total_timesteps: int,
+        callback: MaybeCallback = None,
+        reset_num_timesteps: bool = True,
+        tb_log_name: str = "run",
+        progress_bar: bool = False,
+    ) -> tuple[int, BaseCallback]:
+        # When SB3 resets the environments
+        resets = reset_num_timesteps or self._last_obs is None
+        if resets and isinstance(self.replay_buffer, PrioritizedReplayBuffer):
+            self.replay_buffer.truncate_last_trajectory()
+        with warnings.catch_warnings():
+            # Of memory saving: the last transition is kept whole here
+            warnings.filterwarnings("ignore", "The last trajectory in the replay buffer will be")
+            return super()._setup_learn(
+                total_timesteps, callback, reset_num_timesteps, tb_log_name, progress_bar
+            )
+
+    def set_env(self, env: GymEnv, force_reset: bool = True) -> None:
+        """
+        As in SB3. With hindsight experience replay, rewards come from the new environment, too.
+
+        :param env: environment to learn from
+        :param force_reset: whether to reset it before training goes on
+        """
+        super().set_env(env, force_reset)
+        if isinstance(self.replay_buffer, PrioritizedHerReplayBuffer) and self.env is not None:
+            self.replay_buffer.set_env(self.env)
 
     @property
     def beta_schedule(self) -> Schedule:
@@ -340,13 +393,16 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
             # A plain buffer has at most the options of n-step returns
             theirs = getattr(loaded, name, ours)
             if theirs != ours:
+                converts = name == "prioritization"
                 _warn(
                     f"the replay buffer in the file was made with {name}={theirs!r}, this model "
-                    f"has {ours!r}, which applies from now on; stored priorities stay"
+                    f"has {ours!r}, which applies from now on; stored priorities "
+                    f"{'are converted' if converts else 'stay'}"
                 )
                 setattr(loaded, name, ours)
         if not isinstance(loaded, PrioritizedReplayBuffer):
-            converted = buffer_class.from_replay_buffer(loaded, **options)
+            beta = self._scheduled_beta(self._current_progress_remaining)
+            converted = buffer_class.from_replay_buffer(loaded, beta=beta, **options)
             _warn(
                 f"the replay buffer in the file is a {type(loaded).__name__} without priorities: "
                 f"its {converted.n_transitions} transitions all start at priority 1"
@@ -360,37 +416,33 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
             )
         return loaded
 
-    def _prepare_buffer(self) -> None:
+    def _prepare_replay(self) -> None:
         """
-        Apply the options of this model, as they are now, to its buffer, and set beta by the
-        progress of training.
+        What every ``train`` begins with: apply the options of this model, as they are now, to its
+        buffer, set beta by the progress of training, and give new transitions their priorities.
 
         :raises ValueError: if an option was set to what it can't be, a schedule of the user's
-            returns what is no beta, or the buffer was replaced by one without priorities
+            returns a beta out of its range, or the buffer was replaced by one without priorities
         """
         self._check_per_options()
         beta = self._scheduled_beta(self._current_progress_remaining)
-        buffer = cast(PrioritizedReplayBuffer, self.replay_buffer)
-        if not hasattr(buffer, "update_priorities"):
+        buffer = self.replay_buffer
+        if not isinstance(buffer, PrioritizedReplayBuffer):
             raise ValueError(
                 f"the replay buffer of this model is a {type(buffer).__name__}, which has no "
                 "priorities: PrioritizedReplayBuffer.from_replay_buffer makes one of it that has"
             )
         for name, value in self._buffer_options().items():
             # Most of the time it is so already
-            if getattr(buffer, name, None) != value:
+            if getattr(buffer, name) != value:
                 setattr(buffer, name, value)
         buffer.beta = beta
+        if self.initial_priority == "td_error":
+            self._measure_new_transitions()
 
-    def _measure_new(
-        self, td_errors_of: Callable[[PrioritizedReplayBufferSamples], th.Tensor]
-    ) -> None:
-        """
-        Give the transitions added since the last call the priorities of their own TD errors.
-
-        :param td_errors_of: of a batch, under the networks as they are, shape ``(batch, 1)``
-        """
-        buffer = cast(PrioritizedReplayBuffer, self.replay_buffer)
+    def _measure_new_transitions(self) -> None:
+        """Give the transitions added since the last call the priorities of their own TD errors."""
+        buffer = self.replay_buffer
         new = buffer.new_transitions()
         if not len(new):
             return
@@ -400,58 +452,18 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
             chunks = [new[start : start + CHUNK] for start in range(0, len(new), CHUNK)]
             batches = (buffer.batch_of(chunk, self._vec_normalize_env) for chunk in chunks)
             # All at once, so that an error that is not finite leaves all priorities as they were
-            buffer.update_priorities(new, th.cat([td_errors_of(batch) for batch in batches]))
+            buffer.update_priorities(new, th.cat([self.td_errors(batch) for batch in batches]))
         buffer.forget_new()
 
-    def _sample(self, batch_size: int) -> PrioritizedReplayBufferSamples:
+    def _record_per(self, td_errors: Sequence[th.Tensor], weights: Sequence[th.Tensor]) -> None:
         """
-        :param batch_size: number of transitions
-        :return: a batch, normalized if the environment is
-        """
-        buffer = cast(PrioritizedReplayBuffer, self.replay_buffer)
-        return buffer.sample(batch_size, env=self._vec_normalize_env)
-
-    def _policy_parameters(self) -> tuple[th.nn.Parameter, ...]:
-        """:return: all parameters of the policy, as ``policy.parameters()`` lists them"""
-        self._structure = PolicyStructure.of(self.policy, self._structure)
-        return self._structure.parameters
-
-    def _step_policy(self, outputs: th.Tensor, gradient: th.Tensor | None = None) -> None:
-        """
-        One step of the policy's optimizer, with gradients cut to ``max_grad_norm`` where the
-        algorithm has one.
-
-        :param outputs: what to go back from: the loss, shape ``()``, or predictions of any shape
-        :param gradient: derivative of the loss by ``outputs``, same shape; not for the loss itself
-        """
-        parameters = self._policy_parameters()
-        for parameter in parameters:
-            parameter.grad = None
-        outputs.backward(gradient)  # type: ignore[no-untyped-call]
-        max_grad_norm: float | None = getattr(self, "max_grad_norm", None)
-        if max_grad_norm is not None:
-            clip_grad_norm(parameters, max_grad_norm)
-        self.policy.optimizer.step()
-
-    def _record_per(
-        self,
-        td_errors: Sequence[th.Tensor],
-        weights: Sequence[th.Tensor],
-        loss: Loss | None = None,
-    ) -> None:
-        """
-        Record the ``per/…`` keys of one call of ``train``.
+        What every ``train`` ends with: record the ``per/…`` keys.
 
         :param td_errors: those of each gradient step, shape ``(batch, 1)``; at least one step
         :param weights: of the same batches, same shape
-        :param loss: record ``train/loss``, too, the mean of the weighted losses of the TD errors
         """
-        buffer = cast(PrioritizedReplayBuffer, self.replay_buffer)
-        td_error_mean, weight_mean, ess, loss_mean = batch_means(
-            in_rows(td_errors), in_rows(weights), LOSS_CODES[loss] if loss else 0
-        )
-        if loss:
-            self.logger.record("train/loss", loss_mean)
+        buffer = self.replay_buffer
+        td_error_mean, weight_mean, ess = batch_means(_in_rows(td_errors), _in_rows(weights))
         self.logger.record("per/beta", buffer.beta)
         self.logger.record("per/td_error_mean", td_error_mean)
         self.logger.record("per/weight_mean", weight_mean)
@@ -478,7 +490,8 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
         """
         parameters = super().get_parameters()
         for name in self._fused & parameters.keys():
-            parameters[name] = without_fusing(parameters[name])
+            groups = parameters[name]["param_groups"]
+            parameters[name]["param_groups"] = [{**group, "fused": None} for group in groups]
         return parameters
 
     def set_parameters(
@@ -498,7 +511,57 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
         self._fuse_optimizers()
 
     def _excluded_save_params(self) -> list[str]:
-        return [*super()._excluded_save_params(), "_structure", "_fused"]
+        return [*super()._excluded_save_params(), "_fused"]
+
+
+def fuse(optimizer: th.optim.Optimizer) -> bool:
+    """
+    Let one kernel of torch's update all parameters, where the optimizer is Adam and the user chose
+    no implementation of it. Results are those of the loop over parameters, up to rounding.
+
+    :param optimizer: any; all but Adam stay as they are
+    :return: whether it is now fused by this function
+    """
+    if type(optimizer) is not th.optim.Adam:
+        return False
+    for group in optimizer.param_groups:
+        if group["fused"] is not None or group["foreach"] is not None:
+            return False
+        if group["capturable"] or group["differentiable"]:
+            return False
+        if not all(_has_fused_kernel(parameter.device) for parameter in group["params"]):
+            return False
+    for group in optimizer.param_groups:
+        group["fused"] = True
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            if "step" in state:
+                # The kernel reads the number of steps where the parameter is
+                state["step"] = state["step"].to(parameter.device, th.float32)
+    return True
+
+
+@cache
+def _has_fused_kernel(device: th.device) -> bool:
+    parameter = th.zeros(1, device=device, requires_grad=True)
+    parameter.grad = th.zeros_like(parameter)
+    try:
+        th.optim.Adam([parameter], fused=True).step()
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
+def _in_rows(tensors: Sequence[th.Tensor]) -> npt.NDArray[np.float32]:
+    """
+    Bring one number for each transition of some batches to the CPU, all at once.
+
+    :param tensors: of each batch, shape ``(batch, 1)``, on any device, without gradient
+    :return: shape ``(len(tensors), batch)``
+    """
+    # NumPy has no bfloat16
+    together = th.stack(tuple(tensors)).to(th.float32)
+    return together.cpu().numpy().reshape(len(tensors), -1)
 
 
 def _layout(space: spaces.Space[Any]) -> str:
@@ -507,6 +570,8 @@ def _layout(space: spaces.Space[Any]) -> str:
     :return: what must be the same for stored transitions to fit; not the bounds, which may change
         between versions of an environment without harm
     """
+    if isinstance(space, spaces.Dict):
+        return str({key: _layout(part) for key, part in space.items()})
     if isinstance(space, spaces.Box):
         return f"Box of shape {space.shape} and type {space.dtype}"
     return str(space)

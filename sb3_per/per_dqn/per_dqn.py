@@ -2,15 +2,21 @@
 
 from typing import Any, TypeVar
 
+import numpy as np
 import torch as th
 from stable_baselines3.common.buffers import ReplayBuffer
 from stable_baselines3.common.type_aliases import GymEnv, MaybeCallback, Schedule
 from stable_baselines3.dqn.dqn import DQN
 from stable_baselines3.dqn.policies import DQNPolicy
 
-from sb3_per.buffers.replay import InitialPriority, Prioritization, WeightNormalization
+from sb3_per.buffers.replay import (
+    InitialPriority,
+    Prioritization,
+    WeightNormalization,
+    check_flag,
+)
 from sb3_per.buffers.samples import PrioritizedReplayBufferSamples
-from sb3_per.common.losses import DERIVATIVES, Loss
+from sb3_per.common.losses import LOSSES, Loss, check_loss
 from sb3_per.common.off_policy import PrioritizedOffPolicyAlgorithm
 
 __all__ = ["PERDQN"]
@@ -162,6 +168,8 @@ class PERDQN(PrioritizedOffPolicyAlgorithm, DQN):
             device=device,
             _init_setup_model=False,
         )
+        self.double_q = double_q
+        self.loss = loss
         self._set_per_options(
             alpha=alpha,
             beta=beta,
@@ -169,101 +177,106 @@ class PERDQN(PrioritizedOffPolicyAlgorithm, DQN):
             beta_fraction=beta_fraction,
             priority_eps=priority_eps,
             weight_normalization=weight_normalization,
-            double_q=double_q,
-            loss=loss,
             prioritization=prioritization,
             initial_priority=initial_priority,
         )
         if _init_setup_model:
             self._setup_model()
 
+    def _check_per_options(self) -> None:
+        super()._check_per_options()
+        check_flag("double_q", self.double_q)
+        check_loss(self.loss)
+
     def train(self, gradient_steps: int, batch_size: int = 100) -> None:
         """
         Draw batches by priority, fit the Q-values to their targets and feed the TD errors back
         (Schaul et al. 2016, algorithm 1, lines 8 to 15).
 
+        The lines are those of SB3's ``DQN.train`` (MIT license), with prioritized replay.
+
         :param gradient_steps: how many batches
         :param batch_size: number of transitions in each
         """
-        self._prepare_buffer()
-        if self.initial_priority == "td_error":
-            self._measure_new(self._td_errors_of)
-        # Dropout and batch normalization depend on it
+        self._prepare_replay()
+        # Switch to train mode (this affects batch norm / dropout)
         self.policy.set_training_mode(True)
+        # Update learning rate according to schedule
         self._update_learning_rate(self.policy.optimizer)
-        derivative = DERIVATIVES[self.loss]
 
-        errors: list[th.Tensor] = []
-        weights: list[th.Tensor] = []
+        losses, errors, weights = [], [], []
         for _ in range(gradient_steps):
-            batch = self._sample(batch_size)
-            targets = self._targets_of(batch)
-            q_values = self.q_net(batch.observations)  # (batch, n_actions)
-            q_values = th.gather(q_values, dim=1, index=batch.actions.long())  # (batch, 1)
-            td_errors = targets - q_values.detach()
+            # Sample replay buffer
+            replay_data = self.replay_buffer.sample(batch_size, env=self._vec_normalize_env)
+            target_q_values = self._target_q_values(replay_data)
+            # Get current Q-values estimates
+            current_q_values = self._q_values_of(replay_data)
 
             # Before the step, so that an error that is not finite stops training while the
             # network is still whole
-            self.replay_buffer.update_priorities(batch.indices, td_errors)  # type: ignore[union-attr]
-
-            # The derivative of mean(weight * loss) by the Q-values, which TD errors contain with a
-            # minus. The weight is outside the Huber loss: it scales large errors, too.
-            gradient = batch.weights * (-1 / len(td_errors)) * derivative(td_errors)
-            self._step_policy(q_values, gradient)
-
+            td_errors = target_q_values - current_q_values.detach()
+            self.replay_buffer.update_priorities(replay_data.indices, td_errors)
             errors.append(td_errors)
-            weights.append(batch.weights)
+            weights.append(replay_data.weights)
 
+            # The weight is outside of the Huber loss: it scales large errors, too
+            elementwise_loss = LOSSES[self.loss](current_q_values, target_q_values)
+            loss = (replay_data.weights * elementwise_loss).mean()
+            losses.append(loss.item())
+
+            # Optimize the policy
+            self.policy.optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            # Clip gradient norm
+            th.nn.utils.clip_grad_norm_(self.policy.parameters(), self.max_grad_norm)
+            self.policy.optimizer.step()
+
+        # Increase update counter
         self._n_updates += gradient_steps
-        if not errors:
-            return
+
         self.logger.record("train/n_updates", self._n_updates, exclude="tensorboard")
-        self._record_per(errors, weights, self.loss)
+        if losses:
+            self.logger.record("train/loss", np.mean(losses))
+            self._record_per(errors, weights)
 
-    def _targets_of(self, batch: PrioritizedReplayBufferSamples) -> th.Tensor:
+    def _target_q_values(self, replay_data: PrioritizedReplayBufferSamples) -> th.Tensor:
         """
-        :param batch: from the replay buffer
-        :return: as :meth:`_td_targets`
+        :param replay_data: a batch
+        :return: what the Q-values should be, without gradient, shape ``(batch, 1)``
         """
-        return self._td_targets(
-            batch.next_observations,
-            batch.rewards,
-            batch.dones,
-            self.gamma if batch.discounts is None else batch.discounts,
-        )
+        # For n-step replay, discount factor is gamma**n_steps (when no early termination)
+        discounts = self.gamma if replay_data.discounts is None else replay_data.discounts
+        with th.no_grad():
+            # Compute the next Q-values using the target network
+            next_q_values = self.q_net_target(replay_data.next_observations)  # (batch, n_actions)
+            if self.double_q:
+                # Follow the policy of the online network (van Hasselt et al. 2016)
+                next_actions = self.q_net(replay_data.next_observations).argmax(dim=1, keepdim=True)
+                next_q_values = next_q_values.gather(dim=1, index=next_actions)
+            else:
+                # Follow greedy policy: use the one with the highest value
+                next_q_values = next_q_values.max(dim=1, keepdim=True).values
+            # What comes after a terminal state counts nothing, whatever the network says of it
+            future = th.where(replay_data.dones > 0.0, 0.0, discounts * next_q_values)
+            return replay_data.rewards + future
 
-    def _td_errors_of(self, batch: PrioritizedReplayBufferSamples) -> th.Tensor:
+    def _q_values_of(self, replay_data: PrioritizedReplayBufferSamples) -> th.Tensor:
         """
-        :param batch: from the replay buffer
+        :param replay_data: a batch
+        :return: Q-values of its actions, shape ``(batch, 1)``
+        """
+        q_values: th.Tensor = self.q_net(replay_data.observations)  # (batch, n_actions)
+        # Retrieve the q-values for the actions from the replay buffer
+        return th.gather(q_values, dim=1, index=replay_data.actions.long())
+
+    def td_errors(self, batch: PrioritizedReplayBufferSamples) -> th.Tensor:
+        """
+        TD errors of a batch under the networks as they are.
+
+        :param batch: transitions from the replay buffer
         :return: targets minus Q-values, shape ``(batch, 1)``
         """
-        targets = self._targets_of(batch)
-        q_values: th.Tensor = self.q_net(batch.observations)  # (batch, n_actions)
-        return targets - q_values.gather(1, batch.actions.long())
-
-    def _td_targets(
-        self,
-        next_observations: th.Tensor,
-        rewards: th.Tensor,
-        dones: th.Tensor,
-        discounts: th.Tensor | float,
-    ) -> th.Tensor:
-        """
-        :param next_observations: shape ``(batch, *observation)``
-        :param rewards: shape ``(batch, 1)``
-        :param dones: shape ``(batch, 1)``
-        :param discounts: a number, or shape ``(batch, 1)``
-        :return: what the Q-values should be, shape ``(batch, 1)``
-        """
-        with th.no_grad():
-            next_q_values = self.q_net_target(next_observations)  # (batch, n_actions)
-            if self.double_q:
-                best_actions = self.q_net(next_observations).argmax(dim=1, keepdim=True)
-                next_values = next_q_values.gather(dim=1, index=best_actions)  # (batch, 1)
-            else:
-                next_values = next_q_values.max(dim=1, keepdim=True).values  # (batch, 1)
-            targets: th.Tensor = rewards + (1 - dones) * discounts * next_values
-        return targets
+        return self._target_q_values(batch) - self._q_values_of(batch)
 
     def learn(
         self: SelfPERDQN,

@@ -2,18 +2,24 @@
 
 from typing import Any, TypeVar
 
+import numpy as np
 import torch as th
 from sb3_contrib.qrdqn.policies import QRDQNPolicy
 from sb3_contrib.qrdqn.qrdqn import QRDQN
 from stable_baselines3.common.buffers import ReplayBuffer
 from stable_baselines3.common.type_aliases import GymEnv, MaybeCallback, Schedule
 
-from sb3_per.buffers.replay import InitialPriority, Prioritization, WeightNormalization
+from sb3_per.buffers.replay import (
+    InitialPriority,
+    Prioritization,
+    WeightNormalization,
+    check_flag,
+)
 from sb3_per.buffers.samples import PrioritizedReplayBufferSamples
 from sb3_per.common.losses import quantile_huber_loss
 from sb3_per.common.off_policy import PrioritizedOffPolicyAlgorithm
 
-__all__ = ["PERQRDQN"]
+__all__ = ["PERQRDQN", "wasserstein_distance"]
 
 SelfPERQRDQN = TypeVar("SelfPERQRDQN", bound="PERQRDQN")
 
@@ -35,8 +41,8 @@ class PERQRDQN(PrioritizedOffPolicyAlgorithm, QRDQN):
     target distribution: the mean absolute TD error over pairs of quantiles of the same rank. It is
     what quantile regression brings down (Dabney et al. 2018), it is the absolute TD error of DQN
     where returns are certain, and zero where both distributions agree. The mean over *all* pairs
-    of quantiles is not zero then, as soon as returns are uncertain. For another rule override
-    ``_td_errors``; ``docs/per_qrdqn.md`` compares some.
+    of quantiles is not zero then, as soon as returns are uncertain. ``docs/per_qrdqn.md`` compares
+    some rules.
 
     :param policy: The policy model to use (MlpPolicy, CnnPolicy, ...)
     :param env: The environment to learn from (if registered in Gym, can be str)
@@ -166,6 +172,7 @@ class PERQRDQN(PrioritizedOffPolicyAlgorithm, QRDQN):
             device=device,
             _init_setup_model=False,
         )
+        self.double_q = double_q
         self._set_per_options(
             alpha=alpha,
             beta=beta,
@@ -173,108 +180,106 @@ class PERQRDQN(PrioritizedOffPolicyAlgorithm, QRDQN):
             beta_fraction=beta_fraction,
             priority_eps=priority_eps,
             weight_normalization=weight_normalization,
-            double_q=double_q,
             prioritization=prioritization,
             initial_priority=initial_priority,
         )
         if _init_setup_model:
             self._setup_model()
 
+    def _check_per_options(self) -> None:
+        super()._check_per_options()
+        check_flag("double_q", self.double_q)
+
     def train(self, gradient_steps: int, batch_size: int = 100) -> None:
         """
         Draw batches by priority, fit the quantiles to their targets and feed the TD errors back
         (Dabney et al. 2018, algorithm 1, within Schaul et al. 2016, algorithm 1).
 
+        The lines are those of sb3-contrib's ``QRDQN.train`` (MIT license), with prioritized replay.
+
         :param gradient_steps: how many batches
         :param batch_size: number of transitions in each
         """
-        self._prepare_buffer()
-        if self.initial_priority == "td_error":
-            self._measure_new(self._td_errors_of)
-        # Dropout and batch normalization depend on it
+        self._prepare_replay()
+        # Switch to train mode (this affects batch norm / dropout)
         self.policy.set_training_mode(True)
+        # Update learning rate according to schedule
         self._update_learning_rate(self.policy.optimizer)
 
-        losses: list[th.Tensor] = []
-        errors: list[th.Tensor] = []
-        weights: list[th.Tensor] = []
+        losses, errors, weights = [], [], []
         for _ in range(gradient_steps):
-            batch = self._sample(batch_size)
-            targets = self._targets_of(batch)
-            quantiles = self.quantile_net(batch.observations)  # (batch, n_quantiles, n_actions)
-            quantiles = _of_actions(quantiles, batch.actions)  # (batch, n_quantiles)
-            td_errors = self._td_errors(quantiles.detach(), targets)
+            # Sample replay buffer
+            replay_data = self.replay_buffer.sample(batch_size, env=self._vec_normalize_env)
+            target_quantiles = self._target_quantiles(replay_data)
+            # Get current quantile estimates
+            current_quantiles = self._quantiles_of(replay_data)
 
             # Before the step, so that an error that is not finite stops training while the
             # network is still whole
-            self.replay_buffer.update_priorities(batch.indices, td_errors)  # type: ignore[union-attr]
+            td_errors = wasserstein_distance(current_quantiles.detach(), target_quantiles)
+            self.replay_buffer.update_priorities(replay_data.indices, td_errors)
+            errors.append(td_errors)
+            weights.append(replay_data.weights)
 
             # A row for each transition, a column for each target quantile
-            loss = (batch.weights * quantile_huber_loss(quantiles, targets)).mean()
-            self._step_policy(loss)
+            quantile_losses = quantile_huber_loss(current_quantiles, target_quantiles)
+            loss = (replay_data.weights * quantile_losses).mean()
+            losses.append(loss.item())
 
-            losses.append(loss.detach())
-            errors.append(td_errors)
-            weights.append(batch.weights)
+            # Optimize the policy
+            self.policy.optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            # Clip gradient norm
+            if self.max_grad_norm is not None:
+                th.nn.utils.clip_grad_norm_(self.policy.parameters(), self.max_grad_norm)
+            self.policy.optimizer.step()
 
+        # Increase update counter
         self._n_updates += gradient_steps
-        if not losses:
-            return
+
         self.logger.record("train/n_updates", self._n_updates, exclude="tensorboard")
-        self.logger.record("train/loss", th.stack(losses).mean().item())
-        self._record_per(errors, weights)
+        if losses:
+            self.logger.record("train/loss", np.mean(losses))
+            self._record_per(errors, weights)
 
-    def _targets_of(self, batch: PrioritizedReplayBufferSamples) -> th.Tensor:
+    def _target_quantiles(self, replay_data: PrioritizedReplayBufferSamples) -> th.Tensor:
         """
-        :param batch: from the replay buffer
-        :return: as :meth:`_target_quantiles`
+        :param replay_data: a batch
+        :return: quantiles of what the returns should be, without gradient, shape
+            ``(batch, n_quantiles)``
         """
-        return self._target_quantiles(
-            batch.next_observations,
-            batch.rewards,
-            batch.dones,
-            self.gamma if batch.discounts is None else batch.discounts,
-        )
-
-    def _td_errors_of(self, batch: PrioritizedReplayBufferSamples) -> th.Tensor:
-        """
-        :param batch: from the replay buffer
-        :return: distance between estimates and targets, shape ``(batch, 1)``, at least 0
-        """
-        quantiles = _of_actions(self.quantile_net(batch.observations), batch.actions)
-        return self._td_errors(quantiles, self._targets_of(batch))
-
-    def _target_quantiles(
-        self,
-        next_observations: th.Tensor,
-        rewards: th.Tensor,
-        dones: th.Tensor,
-        discounts: th.Tensor | float,
-    ) -> th.Tensor:
-        """
-        :param next_observations: shape ``(batch, *observation)``
-        :param rewards: shape ``(batch, 1)``
-        :param dones: shape ``(batch, 1)``
-        :param discounts: a number, or shape ``(batch, 1)``
-        :return: quantiles of what the returns should be, shape ``(batch, n_quantiles)``
-        """
+        # For n-step replay, discount factor is gamma**n_steps (when no early termination)
+        discounts = self.gamma if replay_data.discounts is None else replay_data.discounts
         with th.no_grad():
-            next_quantiles = self.quantile_net_target(next_observations)
-            chooser = self.quantile_net(next_observations) if self.double_q else next_quantiles
-            # The mean of its quantiles is the value of an action
-            best_actions = chooser.mean(dim=1).argmax(dim=1, keepdim=True)  # (batch, 1)
-            next_quantiles = _of_actions(next_quantiles, best_actions)  # (batch, n_quantiles)
-            targets: th.Tensor = rewards + (1 - dones) * discounts * next_quantiles
-        return targets
+            # Compute the quantiles of next observation, (batch, n_quantiles, n_actions)
+            next_quantiles = self.quantile_net_target(replay_data.next_observations)
+            if self.double_q:
+                # Follow the policy of the online network (van Hasselt et al. 2016)
+                chooser = self.quantile_net(replay_data.next_observations)
+            else:
+                chooser = next_quantiles
+            # Follow greedy policy: the mean of its quantiles is the value of an action
+            next_actions = chooser.mean(dim=1).argmax(dim=1, keepdim=True)
+            next_quantiles = _of_actions(next_quantiles, next_actions)
+            # What comes after a terminal state counts nothing, whatever the network says of it
+            future = th.where(replay_data.dones > 0.0, 0.0, discounts * next_quantiles)
+            return replay_data.rewards + future
 
-    def _td_errors(self, quantiles: th.Tensor, targets: th.Tensor) -> th.Tensor:
+    def _quantiles_of(self, replay_data: PrioritizedReplayBufferSamples) -> th.Tensor:
         """
-        :param quantiles: estimates, without gradient, in any order, shape ``(batch, n_quantiles)``
-        :param targets: what they should be, in any order, same shape
-        :return: distance between the two distributions, shape ``(batch, 1)``, at least 0
+        :param replay_data: a batch
+        :return: quantiles of its actions, shape ``(batch, n_quantiles)``
         """
-        differences = targets.sort(dim=1).values - quantiles.sort(dim=1).values
-        return differences.abs().mean(dim=1, keepdim=True)
+        return _of_actions(self.quantile_net(replay_data.observations), replay_data.actions)
+
+    def td_errors(self, batch: PrioritizedReplayBufferSamples) -> th.Tensor:
+        """
+        TD errors of a batch under the networks as they are.
+
+        :param batch: transitions from the replay buffer
+        :return: :func:`wasserstein_distance` of estimates and targets, shape ``(batch, 1)``
+        """
+        return wasserstein_distance(self._quantiles_of(batch), self._target_quantiles(batch))
 
     def learn(
         self: SelfPERQRDQN,
@@ -294,6 +299,19 @@ class PERQRDQN(PrioritizedOffPolicyAlgorithm, QRDQN):
             reset_num_timesteps=reset_num_timesteps,
             progress_bar=progress_bar,
         )
+
+
+def wasserstein_distance(quantiles: th.Tensor, targets: th.Tensor) -> th.Tensor:
+    """
+    1-Wasserstein distance of two distributions with as many quantiles each (Dabney et al. 2018,
+    section 3.1).
+
+    :param quantiles: in any order, shape ``(batch, n_quantiles)``
+    :param targets: in any order, same shape
+    :return: mean absolute difference of quantiles of the same rank, shape ``(batch, 1)``
+    """
+    differences = targets.sort(dim=1).values - quantiles.sort(dim=1).values
+    return differences.abs().mean(dim=1, keepdim=True)
 
 
 def _of_actions(quantiles: th.Tensor, actions: th.Tensor) -> th.Tensor:

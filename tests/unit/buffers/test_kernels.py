@@ -59,7 +59,7 @@ def test_a_timeout_is_no_end_of_the_episode() -> None:
 
 @pytest.mark.parametrize("alpha", [0.0, 0.6, 1.0])
 @pytest.mark.parametrize(
-    ("errors", "indices", "is_well"),
+    ("errors", "indices", "is_valid"),
     [
         ([1.5, -2.0, 0.0], [0, 4, 2], True),
         ([1.5, np.nan, 0.0], [0, 4, 2], False),
@@ -69,12 +69,12 @@ def test_a_timeout_is_no_end_of_the_episode() -> None:
     ],
 )
 def test_priorities_and_what_is_wrong_with_them(
-    errors: list[float], indices: list[int], is_well: bool, alpha: float
+    errors: list[float], indices: list[int], is_valid: bool, alpha: float
 ) -> None:
     td_errors = np.array(errors, np.float32)
     priorities, found = priorities_of(td_errors, np.array(indices), 5, 0.25, alpha, 1e300)
-    assert found is is_well
-    if is_well:
+    assert found is is_valid
+    if is_valid:
         expected = (np.abs(np.array(errors)) + 0.25) ** alpha
         np.testing.assert_allclose(priorities, expected, rtol=1e-15)
 
