@@ -2,16 +2,13 @@
 
 import json
 import re
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-# Old releases of other packages use what newer ones of theirs deprecate
-WARNINGS = ("-W", "error", "-W", "default::DeprecationWarning")
 
 #: What must hold after each snippet of a page, in the snippet's names; ``printed`` is what it wrote
 PROMISES = {
@@ -188,15 +185,7 @@ def test_every_snippet_has_its_promise() -> None:
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if page.stem in PROMISES], ids=lambda p: str(p.stem)
 )
-def test_snippets_do_what_the_page_says(page: Path, tmp_path: Path) -> None:
+def test_snippets_do_what_the_page_says(page: Path, run_python: Callable[..., str]) -> None:
     # Each by itself: in a folder of its own, with no name of the others
     pairs = list(zip(snippets_of(page), PROMISES[page.stem], strict=True))
-    result = subprocess.run(
-        [sys.executable, *WARNINGS, "-c", RUN],
-        input=json.dumps(pairs),
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
+    run_python("-c", RUN, text=json.dumps(pairs))

@@ -1,9 +1,8 @@
 """Imports point one way, and no part knows more than it should."""
 
 import ast
-import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -196,25 +195,14 @@ def test_no_file_reads_private_names_of_another() -> None:
     assert [read for path in (*FILES.values(), *folders) for read in private_names_read(path)] == []
 
 
-def run_isolated(code: str, folder: Path) -> str:
-    """What a fresh interpreter prints that can import nothing but what is installed."""
-    return subprocess.run(
-        [sys.executable, "-I", "-c", code],
-        cwd=folder,
-        check=True,
-        stdout=subprocess.PIPE,
-        text=True,
-    ).stdout
-
-
-def test_envs_load_neither_torch_nor_the_library(tmp_path: Path) -> None:
-    printed = run_isolated("import sys, sb3_per_envs; print(*sys.modules)", tmp_path)
+def test_envs_load_neither_torch_nor_the_library(run_python: Callable[..., str]) -> None:
+    printed = run_python("-I", "-c", "import sys, sb3_per_envs; print(*sys.modules)")
     loaded = {name.split(".")[0] for name in printed.split()}
     assert "sb3_per_envs" in loaded
     assert not loaded & {"numba", "sb3_per", "stable_baselines3", "torch"}
 
 
-def test_library_needs_no_extra(tmp_path: Path) -> None:
+def test_library_needs_no_extra(run_python: Callable[..., str]) -> None:
     missing = {"sb3_contrib": None, "tyro": None}
     code = f"import sys; sys.modules.update({missing}); import sb3_per; print(sb3_per.__version__)"
-    assert run_isolated(code, tmp_path).strip()
+    assert run_python("-I", "-c", code).strip()
