@@ -95,14 +95,15 @@ wheel: $(INSTALLED) ## Build the wheel into dist/
 	@rm -rf dist
 	$(BIN)/python -m build --no-isolation --wheel
 
-# The tests run from a copy without the sources, so that only the wheel can be imported.
+# The tests run from a copy without the sources of the wheel, so that only the wheel can be
+# imported; what is not in it (the studies, say) is found in the copy.
 wheel-test: wheel ## Run the fast tests against the wheel in an environment of its own
 	@rm -rf $(WHEEL_VENV)
 	$(call make_venv,$(WHEEL_VENV))
 	@$(WHEEL_VENV)/bin/python $(PIP_INSTALL) -c constraints.txt "$$(echo dist/*.whl)[tests]"
 	@pytest="$$(realpath $(WHEEL_VENV))/bin/pytest"; copy=$$(mktemp -d); trap 'rm -rf "$$copy"' EXIT; \
 	tar -c --exclude='./.[!.]*' --exclude=./sb3_per --exclude=./envs . | tar -x -C "$$copy"; \
-	cd "$$copy"; set -x; "$$pytest" $(FAST)
+	cd "$$copy"; set -x; PYTHONPATH="$$copy" "$$pytest" $(FAST)
 
 commit-checks: format lint type test ## What to run before a commit
 
