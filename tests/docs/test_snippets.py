@@ -92,6 +92,16 @@ assert rows["time/total_timesteps"].tolist() == [200, 400, 600]
 assert rows["rollout/ep_rew_mean"].notna().all()
 assert [path for path in Path("logs").iterdir() if "tfevents" in path.name]
 """,
+        # each draw counted, with the age of what was drawn
+        """
+words = [line.rsplit(": ", 1) for line in printed.splitlines()]
+assert words == [
+    ["draws of the most replayed transition", str(draws.counts.max())],
+    ["mean age", str(draws.sum_of_ages / draws.n_draws)],
+]
+assert draws.counts.max() > 32 * 200 / 300
+assert 0.0 < draws.sum_of_ages / draws.n_draws < 300.0
+""",
         # one at the start, then by steps and by episodes
         """
 kept = snapshots.snapshots

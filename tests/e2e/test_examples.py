@@ -45,21 +45,6 @@ def test_cartpole_reports_its_greedy_return(run_example: Callable[..., str]) -> 
 
 
 @pytest.mark.slow
-def test_demo_prints_a_row_for_each_run_and_draws_the_curves(
-    run_python: Callable[..., str], tmp_path: Path
-) -> None:
-    out = run_python(str(EXAMPLES / "demo.py"), "--share", "0.02", "--picture", "curves.png")
-    rows = [line.split() for line in out.splitlines() if "-v" in line]
-    assert [row[:3] for row in rows] == [
-        ["CartPole-v1", "DQN", "1"],
-        ["CartPole-v1", "PERDQN", "1"],
-        ["GridWorld-v0", "DQN", "1"],
-        ["GridWorld-v0", "PERDQN", "1"],
-    ]
-    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_cartpole_is_solved_with_the_settings_in_the_readme(
     seed: int, run_example: Callable[..., str]
