@@ -304,7 +304,7 @@ def test_priorities_of_their_own_for_new_transitions_need_td_errors() -> None:
     model.initial_priority = "td_error"
     with pytest.raises(ValueError, match=message):
         model._prepare_replay()
-    with pytest.raises(TypeError, match="td_errors"):
+    with pytest.raises(TypeError, match="Unmeasured has no method `priority_context"):
         model.td_errors(buffer_of(model).sample)  # type: ignore[arg-type]
 
 
