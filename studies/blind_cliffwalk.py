@@ -158,7 +158,7 @@ class Run(NamedTuple):
 
 def true_values(n: int) -> FloatArray:
     """
-    Values of state-action pairs under the best behaviour.
+    Values of state-action pairs under the best behavior.
 
     :param n: number of states
     :return: shape ``(2 * n,)``; the value of action ``a`` in state ``s`` is at ``2 * s + a``

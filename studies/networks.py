@@ -63,7 +63,7 @@ def _cliffwalk(n: int, **hyperparams: Any) -> Task:
         1,
         {
             "env_kwargs": {"n": n},
-            # Random behaviour, so that every agent gets to see the same: the seed decides
+            # Random behavior, so that every agent gets to see the same: the seed decides
             "exploration_initial_eps": 1.0,
             "exploration_final_eps": 1.0,
             **hyperparams,

@@ -16,6 +16,7 @@ from sb3_per.compare.metrics import (
     interquartile_mean_interval,
     probability_of_improvement_interval,
 )
+from sb3_per.compare.store import writing
 from sb3_per.compare.style import COLORS, agent_colors, figure, panels, steps_axis, style
 from studies.study import read_runs
 
@@ -170,10 +171,12 @@ def write_files(folder: Path, lines: Sequence[str], pictures: Mapping[str, Figur
     :param folder: where they go
     :param lines: of ``summary.md``
     :param pictures: by the name of the file, without its end
+    :raises SettingsError: if they can't be written
     """
-    (folder / "summary.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    for name, picture in pictures.items():
-        picture.savefig(folder / f"{name}.png", metadata={"Software": None})
+    with writing(folder):
+        (folder / "summary.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        for name, picture in pictures.items():
+            picture.savefig(folder / f"{name}.png", metadata={"Software": None})
 
 
 def write_report(folder: Path, agents: Sequence[str], base: str) -> list[str]:

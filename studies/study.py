@@ -105,7 +105,7 @@ class RunTable(RunFolder[StudyRun, Row]):
     def _finished(self) -> set[tuple[str, str, int]]:
         if not self.path.exists():
             return set()
-        text = self.path.read_text(encoding="utf-8")
+        text = self.path.read_text(encoding="utf-8", errors="replace")
         end = text.rfind("\n") + 1
         if end < len(text):
             # Stopped in the middle of a line: that run is made again

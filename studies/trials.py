@@ -7,6 +7,7 @@ import numpy as np
 from stable_baselines3.common.vec_env import VecNormalize
 
 from sb3_per import PERDQN, PrioritizedReplayBuffer
+from sb3_per.buffers.importance import importance_sampling_weights
 from sb3_per.buffers.replay import Array, check_choice, check_number
 from sb3_per.buffers.samples import PrioritizedReplayBufferSamples
 from sb3_per.callbacks import drawable_indices, td_errors_in_buffer
@@ -84,17 +85,20 @@ class TrialReplayBuffer(PrioritizedReplayBuffer):
             uniform = np.random.random_sample(batch_size) < share
             indices = np.where(uniform, np.random.randint(n, size=batch_size), indices)
             masses = self.tree.masses(indices)
-        # Of the drawn ones, and of the least likely one of all: masses have another scale
         probabilities = (1.0 - share) * masses / self.tree.total + share / n
-        smallest = (1.0 - share) * self.tree.min_mass / self.tree.total + share / n
-        weights = (n * probabilities) ** -self.beta
-        if self.weight_divisor == "mean":
-            weights /= weights.mean()
-        elif self.weight_divisor == "max":
-            is_batch = self.weight_normalization == "batch"
-            weights /= weights.max() if is_batch else (n * smallest) ** -self.beta
+        # A probability, too: masses have another scale
+        smallest = float(probabilities.min())
+        if self.weight_normalization == "buffer":
+            smallest = (1.0 - share) * self.tree.min_mass / self.tree.total + share / n
         batch = self._get_samples(indices, env)
-        return batch._replace(weights=batch.weights.new_tensor(weights[:, None]))
+        # Divided by the largest, which belongs to the least likely one
+        relative = importance_sampling_weights(probabilities, self.beta, smallest)
+        weights = batch.weights.new_tensor(relative[:, None])
+        if self.weight_divisor == "mean":
+            weights = weights * (1.0 / weights.mean())
+        elif self.weight_divisor == "none":
+            weights = weights * (n * smallest) ** -self.beta
+        return batch._replace(weights=weights)
 
 
 class PERDQNTrial(PERDQN):
@@ -106,7 +110,7 @@ class PERDQNTrial(PERDQN):
     :param uniform_share: of each batch that is drawn uniformly, in ``[0, 1]``
     :param weight_divisor: divide weights by the largest of the batch (``"max"``, as PERDQN does),
         by their mean (``"mean"``) or not at all (``"none"``)
-    :param refresh: measure all stored TD errors anew whenever the target network has changed
+    :param refresh: measure all stored TD errors again whenever the target network has changed
     """
 
     def __init__(

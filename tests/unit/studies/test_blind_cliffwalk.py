@@ -303,7 +303,7 @@ def test_the_picture_shows_medians_and_ranges() -> None:
 
 def test_one_picture_for_each_priority_at_the_start() -> None:
     def shown(*agents: str) -> dict[str, list[str]]:
-        summary = summarize(table_of("tabular-4", **{agent: (1, 2) for agent in agents}))
+        summary = summarize(table_of("tabular-4", **dict.fromkeys(agents, (1, 2))))
         names = [agent.replace("_", "-") for agent in agents]
         return {
             name: [str(line.get_label()) for line in picture.axes[0].get_lines()]

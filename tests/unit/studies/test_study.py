@@ -43,12 +43,15 @@ def test_a_line_that_was_not_finished_is_made_again(tmp_path: Path, cut: int) ->
     assert (tmp_path / "runs.csv").read_text() == text
 
 
-@pytest.mark.parametrize("text", ["a,b\n1,2\n", "task,agent,seed\nx,per,one\n", "\n"])
-def test_another_file_of_that_name_is_refused(tmp_path: Path, text: str) -> None:
-    (tmp_path / "runs.csv").write_text(text)
+@pytest.mark.parametrize(
+    "data",
+    [b"a,b\n1,2\n", b"task,agent,seed\nx,per,one\n", b"\n", b"task,agent,seed\nx,\xff,1\n"],
+)
+def test_another_file_of_that_name_is_refused(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "runs.csv").write_bytes(data)
     with pytest.raises(SettingsError, match=r"can't read .*runs\.csv"):
         RunTable(tmp_path).has(run_of(0))
-    assert (tmp_path / "runs.csv").read_text() == text
+    assert (tmp_path / "runs.csv").read_bytes() == data
 
 
 def test_rows_come_by_seed(tmp_path: Path) -> None:
