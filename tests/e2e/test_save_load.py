@@ -459,7 +459,9 @@ def test_a_buffer_comes_back_bit_for_bit_and_draws_the_same_batches(
     assert len(np.unique(buffer_of(loaded).priorities)) > 10
 
 
-def test_an_outlier_that_is_gone_leaves_no_trace_in_the_file(tmp_path: Path) -> None:
+def test_the_heir_of_an_outlier_has_its_priority_after_loading_until_it_is_replayed(
+    tmp_path: Path,
+) -> None:
     model = make_model(alpha=1.0, priority_eps=0.0, buffer_size=4, learning_starts=1000).learn(4)
     buffer_of(model).update_priorities([0, 1, 2, 3], [1000.0, 1.0, 1.0, 1.0])
     model.save_replay_buffer(tmp_path / "buffer")

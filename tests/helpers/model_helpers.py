@@ -67,6 +67,31 @@ class TenStepEnv(gym.Env[Any, Any]):
         return self.observation, reward, self.n_steps == 10, False, {}
 
 
+#: Observations of ScriptedEnv that tests of targets go from and to
+S = [1.0, 0.0]
+NEXT_S = [0.0, 1.0]
+
+
+class ScriptedEnv(gym.Env[Any, Any]):
+    """Two features, three actions. Plays the steps it is given, or else stands still."""
+
+    observation_space = spaces.Box(-100.0, 100.0, (2,), np.float32)
+    action_space: spaces.Space[Any] = spaces.Discrete(3)
+
+    def __init__(self, steps: list[tuple[list[float], float, bool, bool]] | None = None) -> None:
+        self.script = iter(steps or [])
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        return np.array(S, dtype=np.float32), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        observation, reward, terminated, truncated = next(self.script, (S, 0.0, False, False))
+        return np.array(observation, dtype=np.float32), reward, terminated, truncated, {}
+
+
 def small_model(
     env: Any = None,
     algorithm: type[Algorithm] = PERDQN,
