@@ -8,6 +8,8 @@ import gymnasium as gym
 import numpy as np
 import torch as th
 from gymnasium import spaces
+from sb3_contrib import QRDQN
+from stable_baselines3 import DQN
 from stable_baselines3.common.logger import Logger
 from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
@@ -21,7 +23,6 @@ SMALL: dict[str, Any] = {
     "learning_starts": 10,
     "train_freq": 1,
     "batch_size": 8,
-    "target_update_interval": 16,
     "learning_rate": 0.01,
     "policy_kwargs": {"net_arch": [8]},
     "seed": 0,
@@ -101,8 +102,11 @@ def small_model(
     env = TenStepEnv() if env is None else env
     has_dict = isinstance(getattr(env, "observation_space", None), spaces.Dict)
     policy = kwargs.pop("policy", "MultiInputPolicy" if has_dict else "MlpPolicy")
-    # SB3 writes into `policy_kwargs`
     arguments: dict[str, Any] = {**SMALL, **kwargs}
+    if issubclass(algorithm, DQN | QRDQN):
+        # The others move their target networks a little in each step
+        arguments.setdefault("target_update_interval", 16)
+    # SB3 writes into `policy_kwargs`
     arguments["policy_kwargs"] = deepcopy(arguments["policy_kwargs"])
     return algorithm(policy, env, **arguments)
 
