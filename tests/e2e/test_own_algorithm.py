@@ -20,10 +20,9 @@ from stable_baselines3.common.type_aliases import ReplayBufferSamples
 from stable_baselines3.common.vec_env import VecNormalize
 from stable_baselines3.sac import sac
 
-from model_helpers import silent, small_model
+from model_helpers import Prioritized, silent, small_model
 from sb3_per import PrioritizedReplayBuffer, PrioritizedReplayBufferSamples
 from sb3_per.common.losses import quantile_huber_loss
-from sb3_per.common.off_policy import PrioritizedOffPolicyAlgorithm
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "own_algorithm.md").read_text(encoding="utf-8")
@@ -58,17 +57,6 @@ def patched_train(algorithm: type[OffPolicyAlgorithm], module: Any, *diffs: str)
     namespace: dict[str, Any] = {**vars(module), "loss_rows": quantile_huber_loss}
     exec("\n".join(lines), namespace)
     return namespace["train"]
-
-
-class Prioritized(PrioritizedOffPolicyAlgorithm):
-    """The constructor of the page."""
-
-    def __init__(self, *args: Any, alpha: float = 0.6, beta: float = 0.4, **kwargs: Any) -> None:
-        set_up = kwargs.pop("_init_setup_model", True)
-        super().__init__(*args, **{**kwargs, "_init_setup_model": False})
-        self._set_per_options(alpha=alpha, beta=beta)
-        if set_up:
-            self._setup_model()
 
 
 class PERSAC(Prioritized, SAC):

@@ -14,7 +14,7 @@ from stable_baselines3.common.logger import Logger
 from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 
-from sb3_per import PERDQN, PrioritizedReplayBuffer
+from sb3_per import PERDQN, PrioritizedOffPolicyAlgorithm, PrioritizedReplayBuffer
 
 Algorithm = TypeVar("Algorithm", bound=OffPolicyAlgorithm)
 
@@ -109,6 +109,17 @@ def small_model(
     # SB3 writes into `policy_kwargs`
     arguments["policy_kwargs"] = deepcopy(arguments["policy_kwargs"])
     return algorithm(policy, env, **arguments)
+
+
+class Prioritized(PrioritizedOffPolicyAlgorithm):
+    """The constructor of docs/own_algorithm.md; put it before an algorithm of SB3's."""
+
+    def __init__(self, *args: Any, alpha: float = 0.6, beta: float = 0.4, **kwargs: Any) -> None:
+        set_up = kwargs.pop("_init_setup_model", True)
+        super().__init__(*args, **{**kwargs, "_init_setup_model": False})
+        self._set_per_options(alpha=alpha, beta=beta)
+        if set_up:
+            self._setup_model()
 
 
 def side_by_side(n_envs: int, env: Any = TenStepEnv) -> VecEnv:
