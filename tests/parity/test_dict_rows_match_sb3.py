@@ -235,19 +235,16 @@ def test_all_arrays_are_those_of_sb3(n_envs: int) -> None:
             assert mine[key].tobytes() == its[key].tobytes()
 
 
-def test_sb3s_inner_call_gives_sb3s_batch() -> None:
-    # Extensions of SB3 call `_get_samples` with rows of their own choice.
+def test_any_transitions_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     base = (ROWS * 3, SPACE, ACTION_SPACES["discrete"], "cpu", 3)
     ours, theirs = PrioritizedDictReplayBuffer(*base), DictReplayBuffer(*base)
     fill(random_steps(3, ROWS + 2), ours, theirs)
-    rows = np.array([0, 6, 3, 3, 1, 5])
-    np.random.seed(3)
-    batch: Any = ours._get_samples(rows)
-    np.random.seed(3)
-    expected = theirs._get_samples(rows)
+    indices = np.array([2, 18, 10, 10, 3, 17])
+    batch: Any = ours.batch_of(indices)
+    expected = sb3s_batch(monkeypatch, theirs, indices, None)
     assert_same_observations(batch.observations, expected.observations, "observations")
     assert_bitwise_equal(batch.rewards, expected.rewards, "rewards")
-    np.testing.assert_array_equal(batch.indices // 3, rows)
+    np.testing.assert_array_equal(batch.indices, indices)
 
 
 # --- several steps: SB3 has them for other observations only, so each key is compared by itself ---

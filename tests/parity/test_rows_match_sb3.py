@@ -291,10 +291,11 @@ def test_memory_saving_n_step_rows_are_those_of_a_buffer_that_saves_none(
         fill(random_steps(space, n_envs, n_adds, seed=seed), saving, plain)
         for env in (None, normalize):
             batch = draw_every_transition(saving, env)
-            rows, envs = rows_and_envs(saving, batch.indices)
-            with monkeypatch.context() as patch:
-                patch.setattr(np.random, "randint", lambda *args, answer=envs, **kwargs: answer)
-                expected = plain._get_samples(rows, env=env)
+            if isinstance(plain, PrioritizedReplayBuffer):
+                expected = plain.batch_of(batch.indices, env)
+            else:
+                rows, envs = rows_and_envs(saving, batch.indices)
+                expected = sample_the_same(monkeypatch, plain, rows, envs, env)
             context = (n_adds, env is None)
             others = tuple(field for field in FIELDS if field != "next_observations")
             assert_bitwise_equal(batch, expected, context, others)
@@ -305,23 +306,26 @@ def test_memory_saving_n_step_rows_are_those_of_a_buffer_that_saves_none(
 
 
 @pytest.mark.parametrize(("n_steps", "saving"), [(1, False), (1, True), (3, False)])
-def test_sb3s_inner_call_gives_sb3s_batch(n_steps: int, saving: bool) -> None:
-    # Extensions of SB3 call `_get_samples` with rows of their own choice.
+def test_any_transitions_can_be_asked_for_with_weights_or_without(
+    monkeypatch: pytest.MonkeyPatch, n_steps: int, saving: bool
+) -> None:
     space = OBSERVATION_SPACES["box"]
     base = (ROWS * 3, space, spaces.Discrete(4), "cpu", 3, saving, not saving)
     ours = PrioritizedReplayBuffer(*base, n_steps=n_steps)
     theirs = n_step_counterpart(n_steps, gamma=0.99)(*base)
     fill(random_steps("box", 3, ROWS + 2), ours, theirs)
-    ours.update_priorities(np.arange(6), np.arange(6))
-    rows = np.array([0, 6, 3, 3, 1, 5])
-    np.random.seed(3)
-    batch = ours._get_samples(rows)
-    np.random.seed(3)
-    expected = theirs._get_samples(rows)
-    assert_bitwise_equal(batch, expected, n_steps)
-    np.testing.assert_array_equal(batch.indices // 3, rows)
-    assert batch.weights.shape == (6, 1)
-    assert ((batch.weights > 0.0) & (batch.weights <= 1.0)).all()
+    ours.update_priorities(np.arange(6), np.arange(1.0, 7.0))
+    rows, envs = np.array([0, 6, 3, 3, 1, 5]), np.array([2, 0, 1, 1, 0, 2])
+    expected = sample_the_same(monkeypatch, theirs, rows, envs, None)
+    indices = rows * 3 + envs
+    for batch in (ours.batch_of(indices), ours._get_samples(indices)):
+        assert_bitwise_equal(batch, expected, n_steps)
+        np.testing.assert_array_equal(batch.indices, indices)
+    np.testing.assert_array_equal(ours._get_samples(indices).weights, np.ones((6, 1)))
+    priorities = ours.priorities[indices]
+    np.testing.assert_allclose(
+        ours.batch_of(indices).weights[:, 0], (priorities.min() / priorities) ** 0.4, rtol=1e-6
+    )
 
 
 # --- the comparison itself ---

@@ -222,14 +222,6 @@ def test_weights_follow_from_the_leaves() -> None:
     np.testing.assert_allclose(batch.weights.numpy()[:, 0], weights / weights.max(), rtol=1e-6)
 
 
-def test_late_errors_of_overwritten_transitions_do_not_count() -> None:
-    buffer = make(4, n_adds=4)
-    batch = batch_of(buffer, 8)
-    add(buffer, 2, first=4)
-    buffer.update_priorities(batch.indices, np.full(8, 5.0))
-    np.testing.assert_array_equal(buffer.priorities, [1.0, 1.0, 5.0, 5.0])
-
-
 def test_an_empty_buffer_is_refused() -> None:
     with pytest.raises(ValueError, match="empty"):
         make(4).sample(2)
@@ -330,10 +322,9 @@ def test_a_buffer_of_sb3_is_taken_over(n_adds: int, n_envs: int) -> None:
 
 
 def test_buffers_of_another_kind_are_not_taken_over() -> None:
-    with pytest.raises(ValueError, match="Box"):
-        PrioritizedDictReplayBuffer.from_replay_buffer(ReplayBuffer(6, BOX, ACTIONS, "cpu"))
-    with pytest.raises(ValueError, match="Box"):
-        PrioritizedDictReplayBuffer.from_replay_buffer(NStepReplayBuffer(6, BOX, ACTIONS, "cpu"))
+    for kind in (ReplayBuffer, NStepReplayBuffer):
+        with pytest.raises(ValueError, match=f"SB3's DictReplayBuffer, got a {kind.__name__}"):
+            PrioritizedDictReplayBuffer.from_replay_buffer(kind(6, BOX, ACTIONS, "cpu"))
     with pytest.raises(ValueError, match="PrioritizedDictReplayBuffer"):
         PrioritizedDictReplayBuffer.from_replay_buffer(make(4))
     plain = DictReplayBuffer(6, SPACE, ACTIONS, "cpu")

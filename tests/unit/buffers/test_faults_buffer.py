@@ -54,20 +54,6 @@ def by_index(batch: Any, field: str) -> dict[int, Any]:
     return dict(zip(batch.indices.tolist(), getattr(batch, field).numpy().tolist(), strict=True))
 
 
-def test_errors_of_transitions_overwritten_since_the_draw_are_ignored() -> None:
-    """Known fault 26."""
-    buffer = make(4, n_adds=4)
-    buffer.update_priorities(np.arange(4), [5.0, 1.0, 1.0, 1.0])
-    batch = buffer.sample(4)
-    for number in range(4, 8):
-        add(buffer, number)
-    buffer.update_priorities(batch.indices, np.zeros(4))
-    np.testing.assert_array_equal(buffer.priorities, [5.0, 5.0, 5.0, 5.0])
-    # The same of a batch drawn now counts.
-    buffer.update_priorities(buffer.sample(400).indices, np.zeros(400))
-    np.testing.assert_array_equal(buffer.priorities, [0.0, 0.0, 0.0, 0.0])
-
-
 ERROR_FORMS: dict[str, Any] = {
     "list": [1.0, 2.0, 3.0],
     "float64 (3,)": np.array([1.0, 2.0, 3.0]),

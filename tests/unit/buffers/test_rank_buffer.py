@@ -147,7 +147,7 @@ def test_batches_hold_what_a_proportional_buffer_gives(n_steps: int, n_envs: int
         for kind in ("rank", "proportional")
     )
     batch = by_rank.sample(20)
-    twin = plain._make_batch(batch.indices, np.ones(20), None)
+    twin = plain.batch_of(batch.indices)
     for name in ("observations", "actions", "next_observations", "dones", "rewards", "discounts"):
         ours, theirs = getattr(batch, name), getattr(twin, name)
         assert (ours is None and theirs is None) or th.equal(ours, theirs), name

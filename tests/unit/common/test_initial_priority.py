@@ -96,7 +96,7 @@ def test_new_transitions_get_their_own_priority_and_others_keep_theirs(
     model.train(0)
     assert np.random.random_sample() == np.random.RandomState(5).random_sample()
     priorities = buffer.priorities
-    errors = model._td_errors_of(buffer.batch_of(new)).detach().numpy().ravel()
+    errors = model.td_errors(buffer.batch_of(new)).detach().numpy().ravel()
     if algorithm is PERDQN:
         np.testing.assert_allclose(errors, td_errors_in_buffer(model, new), rtol=1e-5, atol=1e-7)
     exponent = 1.0 if model.prioritization == "rank" else model.alpha
@@ -130,7 +130,7 @@ def test_training_draws_by_these_priorities(monkeypatch: pytest.MonkeyPatch) -> 
     model = make_model()
     collect(model, 7)
     buffer = model.replay_buffer
-    expected = model._td_errors_of(buffer.batch_of(buffer.new_transitions()))
+    expected = model.td_errors(buffer.batch_of(buffer.new_transitions()))
     seen = []
     sample = buffer.sample
 

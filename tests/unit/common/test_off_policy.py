@@ -32,6 +32,7 @@ from stable_baselines3.her.her_replay_buffer import HerReplayBuffer
 from sb3_per import (
     PERDQN,
     PrioritizedDictReplayBuffer,
+    PrioritizedOffPolicyAlgorithm,
     PrioritizedReplayBuffer,
     PrioritizedReplayBufferSamples,
 )
@@ -200,6 +201,27 @@ def test_actions_that_do_not_start_at_zero_are_refused_with_a_way_out(
     assert f"Discrete({space.n}) that adds {space.start} to each action" in str(error.value)
 
 
+SHIFTED = [spaces.Discrete(3, start=1), spaces.MultiDiscrete([3, 4], start=[0, -2])]
+
+
+@pytest.mark.parametrize("in_dict", [False, True])
+@pytest.mark.parametrize("space", SHIFTED, ids=str)
+def test_observations_that_do_not_start_at_zero_are_refused_with_a_way_out(
+    space: Any, in_dict: bool
+) -> None:
+    """As one-hot vectors they would fail when the network first acts."""
+    whole = spaces.Dict({"other": spaces.Discrete(2), "room": space}) if in_dict else space
+    policy = "MultiInputPolicy" if in_dict else "MlpPolicy"
+    with pytest.raises(ValueError, match=re.escape(f"{space} start at {space.start}")) as error:
+        make_model(TenStepEnv(whole), policy=policy)
+    assert "gymnasium.ObservationWrapper that subtracts the start" in str(error.value)
+
+
+def test_observations_that_say_that_they_start_at_zero_are_taken() -> None:
+    space = spaces.MultiDiscrete([3, 4], start=[0, 0])
+    assert make_model(TenStepEnv(space)).learn(12)._n_updates == 12
+
+
 def test_the_way_out_for_actions_that_do_not_start_at_zero_works() -> None:
     class Strict(TenStepEnv):
         def step(self, action: np.int64) -> tuple[Any, float, bool, bool, dict[str, Any]]:
@@ -255,6 +277,37 @@ def test_other_observations_do_not_go_into_a_buffer_for_dicts(
         make_model(replay_buffer_class=buffer_class)
 
 
+class Unmeasured(PrioritizedOffPolicyAlgorithm, DQN):
+    """What a user makes of the base class, without TD errors of new transitions."""
+
+    def __init__(self, *args: Any, _init_setup_model: bool = True, **options: Any) -> None:
+        super().__init__(*args, **SMALL, _init_setup_model=False)
+        self._set_per_options(**options)
+        if _init_setup_model:
+            self._setup_model()
+
+
+def test_the_base_class_names_options_that_it_does_not_know() -> None:
+    assert Unmeasured("MlpPolicy", TenStepEnv(), alpha=0.5).alpha == 0.5
+    with pytest.raises(TypeError, match="'alhpa'"):
+        Unmeasured("MlpPolicy", TenStepEnv(), alhpa=0.5)
+    # These are what PERDQN adds
+    with pytest.raises(TypeError, match="'loss'"):
+        Unmeasured("MlpPolicy", TenStepEnv(), loss="mse")
+
+
+def test_priorities_of_their_own_for_new_transitions_need_td_errors() -> None:
+    message = "Unmeasured has no method `td_errors\\(batch\\)`: define it, or use 'max'"
+    with pytest.raises(ValueError, match=message):
+        Unmeasured("MlpPolicy", TenStepEnv(), initial_priority="td_error")
+    model = Unmeasured("MlpPolicy", TenStepEnv())
+    model.initial_priority = "td_error"
+    with pytest.raises(ValueError, match=message):
+        model._prepare_replay()
+    with pytest.raises(TypeError, match="Unmeasured has no method `priority_context"):
+        model.td_errors(buffer_of(model).sample)  # type: ignore[arg-type]
+
+
 # --- the buffer
 
 
@@ -295,8 +348,6 @@ def test_a_class_of_sb3_stands_for_its_prioritized_counterpart(
     assert type(buffer) is (
         OwnPrioritizedBuffer if asked_for is OwnPrioritizedBuffer else PrioritizedReplayBuffer
     )
-    assert isinstance(buffer, NStepReplayBuffer)
-    assert isinstance(buffer, ReplayBuffer)
     assert (buffer.n_steps, buffer.gamma) == (n_steps, 0.75)
     assert (buffer.alpha, buffer.eps, buffer.beta) == (0.6, 1e-6, 0.4)
     # What the user asked for stays: this is what gets saved
@@ -433,8 +484,8 @@ def test_saving_memory_trains_over_two_learns(n_steps: int, n_envs: int) -> None
     )
     model.learn(40, reset_num_timesteps=False)
     model.learn(40, reset_num_timesteps=False)
-    with pytest.warns(UserWarning, match="last trajectory in the replay buffer will be truncated"):
-        model.learn(40)
+    # Without SB3's warning: the last transition keeps its next observation
+    model.learn(40)
     buffer = buffer_of(model)
     assert buffer.full
     assert model._n_updates == 120 / n_envs
@@ -1053,12 +1104,46 @@ def test_a_broken_file_is_refused_and_the_models_own_buffer_kept(tmp_path: Path)
     assert model.replay_buffer is before
 
 
-def test_other_bounds_of_the_observations_do_not_matter() -> None:
-    wider = spaces.Box(-50.0, 50.0, (3,), np.float32)
-    stored = filled(PrioritizedReplayBuffer, 5, observation_space=wider)
-    model = make_model()
-    model.load_replay_buffer(as_file(stored))
+@pytest.mark.parametrize("in_dict", [False, True])
+def test_other_bounds_of_the_observations_do_not_matter(in_dict: bool) -> None:
+    def space(bound: float) -> spaces.Space[Any]:
+        box = spaces.Box(-bound, bound, (3,), np.float32)
+        return spaces.Dict({"place": box, "room": spaces.Discrete(4)}) if in_dict else box
+
+    policy = "MultiInputPolicy" if in_dict else "MlpPolicy"
+    stored = make_model(TenStepEnv(space(50.0)), policy).learn(5)
+    model = make_model(TenStepEnv(space(10.0)), policy)
+    model.load_replay_buffer(as_file(stored.replay_buffer))
     assert buffer_of(model).n_transitions == 5
+
+
+def test_other_keys_of_the_observations_do_matter() -> None:
+    def model_of(**keys: spaces.Space[Any]) -> PERDQN:
+        return make_model(TenStepEnv(spaces.Dict(keys)), "MultiInputPolicy")
+
+    stored = model_of(place=spaces.Discrete(3), room=spaces.Discrete(4)).replay_buffer
+    for keys in ({"place": spaces.Discrete(3)}, {"place": spaces.Discrete(3), "room": OTHER_BOX}):
+        with pytest.raises(ValueError, match=r"observations there .*'room': 'Discrete"):
+            model_of(**keys).load_replay_buffer(as_file(stored))
+
+
+def test_the_beta_of_the_model_applies_to_a_converted_buffer_at_once() -> None:
+    model = make_model(beta=0.5)
+    with pytest.warns(UserWarning, match="priority 1"):
+        model.load_replay_buffer(as_file(filled(ReplayBuffer, 5)))
+    assert buffer_of(model).beta == 0.5
+
+
+def test_stored_priorities_are_said_to_be_converted_where_they_are() -> None:
+    stored = filled(PrioritizedReplayBuffer, 5)
+    stored.update_priorities(np.arange(5), np.arange(1.0, 6.0))
+    model = make_model(prioritization="rank")
+    with pytest.warns(UserWarning, match="prioritization='prop.*has 'rank', .* are converted$"):
+        model.load_replay_buffer(as_file(stored))
+    np.testing.assert_allclose(buffer_of(model).priorities, np.arange(1.0, 6.0), rtol=1e-5)
+    # Elsewhere they stay, and that is what is said
+    with pytest.warns(UserWarning, match="eps=1e-06, .* stored priorities stay$"):
+        make_model(priority_eps=0.5).load_replay_buffer(as_file(stored))
 
 
 # --- plain DQN

@@ -26,6 +26,7 @@ from sb3_per import (
     PrioritizedReplayBuffer,
     PrioritizedReplayBufferSamples,
 )
+from sb3_per.per_qrdqn.per_qrdqn import wasserstein_distance
 
 FloatArray = npt.NDArray[np.float32]
 S = [1.0, 0.0]
@@ -195,6 +196,8 @@ def test_every_argument_arrives() -> None:
         "double_q": True,
         "prioritization": "rank",
         "initial_priority": "td_error",
+        "priority": "clipped",
+        "compiled": False,
     }
     parameters = inspect.signature(PERQRDQN).parameters
     assert list(given) == [
@@ -273,10 +276,9 @@ def test_double_q_takes_the_online_choice_with_its_quantiles_of_the_target_netwo
 
 def test_the_error_is_zero_where_both_distributions_agree() -> None:
     """Fault 39: and one finite number for each transition, whatever the quantiles' order."""
-    model = make_model(alpha=1.0, priority_eps=0.0)
     quantiles = th.tensor([[3.0, -1.0, 2.0], [3.0, -1.0, 2.0], [1.0, 1.0, 1.0]])
     targets = th.tensor([[-1.0, 2.0, 3.0], [0.0, 3.0, 4.0], [1.0, 2.0, -3.0]])
-    errors = model._td_errors(quantiles, targets)
+    errors = wasserstein_distance(quantiles, targets)
     np.testing.assert_allclose(errors.numpy(), [[0.0], [1.0], [5.0 / 3.0]], rtol=1e-6)
 
 
@@ -408,7 +410,7 @@ def test_no_gradient_steps_touch_nothing() -> None:
     model = make_model()
     add(model, 1.0)
     model.train(0, batch_size=2)
-    assert (model._n_updates, model.logger.name_to_value) == (0, {"train/learning_rate": 0.1})
+    assert model.logger.name_to_value == {"train/learning_rate": 0.1, "train/n_updates": 0}
 
 
 @pytest.mark.parametrize("reward", [np.nan, np.inf])
@@ -422,6 +424,32 @@ def test_a_reward_that_is_not_finite_stops_training_with_everything_whole(reward
         model.train(1, batch_size=4)
     assert quantiles_at(model, S) == before
     np.testing.assert_array_equal(buffer_of(model).priorities, leaves)
+
+
+@pytest.mark.parametrize("double_q", [False, True])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_what_follows_a_terminal_transition_may_have_any_value(
+    value: float, double_q: bool
+) -> None:
+    model = make_model(double_q=double_q)
+    set_quantiles(model, next_target=[[value] * 2] * 3)
+    add(model, 5.0, done=True)
+    np.testing.assert_array_equal(fed_back(model, batch_size=2), [[5.0], [5.0]])
+    assert np.isfinite(quantiles_at(model, S)).all()
+
+
+def test_nan_in_what_goes_on_stops_training_with_everything_whole() -> None:
+    model = make_model()
+    set_quantiles(model, next_target=[[np.nan] * 2] * 3)
+    add(model, 5.0, done=True)
+    add(model, 1.0)
+    before = quantiles_at(model, S)
+    with pytest.raises(
+        ValueError, match=r"nan for transition 1 \(1 of 2 are not finite, .*\[1\]\)"
+    ):
+        model.train(1, batch_size=2)
+    assert quantiles_at(model, S) == before
+    np.testing.assert_array_equal(buffer_of(model).priorities, [1.0, 1.0])
 
 
 def test_the_log_has_the_means_of_all_gradient_steps() -> None:
