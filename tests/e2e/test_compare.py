@@ -162,11 +162,12 @@ def test_command_is_installed() -> None:
 def test_stopped_comparison_ends_its_workers_and_resumes_with_the_rest(
     tmp_path: Path, gate: list[str], jobs: int, number: signal.Signals, to_all: bool
 ) -> None:
-    # More runs than two workers can have in their queue
-    arguments = [*gate, "--n-seeds", str(2 * jobs), "--jobs", str(jobs)]
+    # For two workers, many more than their queue holds
+    n_seeds = 2 if jobs == 1 else 8
+    arguments = [*gate, "--n-seeds", str(n_seeds), "--jobs", str(jobs)]
     code, out = stop(tmp_path, number, to_all, *arguments)
     assert code == 130, out
-    message = f"Stopped: 2 of {4 * jobs} runs are finished and kept. The same command makes the"
+    message = f"Stopped: 2 of {2 * n_seeds} runs are finished and kept. The same command makes the"
     assert message in out
     assert "Traceback" not in out
     kept = finished(tmp_path)
