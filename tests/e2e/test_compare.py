@@ -116,25 +116,26 @@ def stop(folder: Path, number: signal.Signals, to_all: bool, *arguments: str) ->
     :param to_all: whether all processes of the command get it, as from a terminal
     :return: exit code, and output up to the end of the last process that has it open
     """
-    process = subprocess.Popen(
+    # Its pipe is closed in any case
+    with subprocess.Popen(
         command(*arguments),
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-    )
-    try:
-        end = time.monotonic() + TIMEOUT
-        while len(finished(folder)) < 2 or not list(folder.glob("waiting-*")):
-            assert process.poll() is None, process.communicate()[0]
-            assert time.monotonic() < end
-            time.sleep(0.01)
-        (os.killpg if to_all else os.kill)(process.pid, number)
-        out, _ = process.communicate(timeout=TIMEOUT)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+    ) as process:
+        try:
+            end = time.monotonic() + TIMEOUT
+            while len(finished(folder)) < 2 or not list(folder.glob("waiting-*")):
+                assert process.poll() is None, process.communicate()[0]
+                assert time.monotonic() < end
+                time.sleep(0.01)
+            (os.killpg if to_all else os.kill)(process.pid, number)
+            out, _ = process.communicate(timeout=TIMEOUT)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
     return process.returncode, out
 
 
