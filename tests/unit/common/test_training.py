@@ -9,13 +9,6 @@ import numpy as np
 import pytest
 import torch as th
 from sb3_contrib import TQC
-from stable_baselines3 import DQN, SAC, TD3
-from stable_baselines3.common.base_class import BaseAlgorithm
-from stable_baselines3.common.torch_layers import BaseFeaturesExtractor, FlattenExtractor
-from stable_baselines3.dqn.policies import DQNPolicy
-from torch import nn
-
-from sb3_per import PERDQN
 from sb3_per.common.training import (
     PolicyStructure,
     TrainingModeSwitch,
@@ -24,6 +17,13 @@ from sb3_per.common.training import (
     in_rows,
     without_fusing,
 )
+from stable_baselines3 import DQN, SAC, TD3
+from stable_baselines3.common.base_class import BaseAlgorithm
+from stable_baselines3.common.torch_layers import BaseFeaturesExtractor, FlattenExtractor
+from stable_baselines3.dqn.policies import DQNPolicy
+from torch import nn
+
+from sb3_per import PERDQN
 
 SMALL: dict[str, Any] = {
     "learning_starts": 8,
