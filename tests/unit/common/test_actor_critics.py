@@ -1,6 +1,7 @@
 """What PERSAC, PERTD3, PERDDPG and PERTQC have in common."""
 
 import inspect
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -98,12 +99,15 @@ OTHERS = {"self", "policy", "env", "train_freq", "stats_window_size", "device"}
 @PAIR
 def test_every_argument_arrives(ours: Any, theirs: Any) -> None:
     names = [name for name in inspect.signature(ours).parameters if not name.startswith("_")]
-    given = {name: OPTIONS[name] for name in names if name not in OTHERS}
+    # SB3 writes into `policy_kwargs`
+    given = deepcopy({name: OPTIONS[name] for name in names if name not in OTHERS})
     more = {"stats_window_size": 13} if "stats_window_size" in names else {}
     model = ours("MlpPolicy", PushEnv(), train_freq=(3, "step"), device="cpu", **more, **given)
     for name, value in given.items():
         if name == "policy_kwargs":
             assert model.policy_kwargs["net_arch"] == [3]
+        elif name == "action_noise":
+            assert isinstance(model.action_noise, NormalActionNoise)
         else:
             assert getattr(model, name) == value, name
     assert model.train_freq.frequency == 3
@@ -128,51 +132,39 @@ def test_each_step_is_logged_and_none_for_no_gradient_steps(algorithm: Any) -> N
     assert model._n_updates == 10
 
 
-@ALGORITHM
-def test_weights_scale_the_loss_of_the_critics_alone(algorithm: Any) -> None:
-    """With weights of 0 the critics stay, while the actor (and the entropy) go on learning."""
-    model = make(algorithm, policy_delay=1) if algorithm.__name__ == "PERTD3" else make(algorithm)
-    model.learn(20)
+def train_once(algorithm: Any, weights: th.Tensor) -> dict[str, th.Tensor]:
+    """By how much one step of gradient descent with these weights changes each tensor."""
+    kwargs = {"policy_delay": 1} if algorithm.__name__ == "PERTD3" else {}
+    policy_kwargs = {"net_arch": [8], "optimizer_class": th.optim.SGD}
+    model = make(algorithm, learning_starts=100, policy_kwargs=policy_kwargs, **kwargs).learn(20)
     sample = model.replay_buffer.sample
-    # Adam's momentum would move them all the same
-    model.critic.optimizer.state.clear()
-    factor = 0.0
 
     def weighted(batch_size: int, env: Any = None) -> PrioritizedReplayBufferSamples:
         batch: PrioritizedReplayBufferSamples = sample(batch_size, env=env)
-        weights = th.full((batch_size, 1), factor)
-        # One transition out of all
-        weights[3] = 0.5 * factor
         return batch._replace(weights=weights)
 
     model.replay_buffer.sample = weighted
-    before = tensors_of(model)
-    model.train(2, batch_size=7)
-    changed = differences(before, {name: tensors_of(model)[name] for name in before})
-    networks = {name.split(".")[0] for name in changed if "optimizer" not in name}
-    assert "actor" in networks
-    assert "critic" not in networks
-    assert ("log_ent_coef" in networks) is hasattr(model, "log_ent_coef")
-    # The gradient of the critics is linear in the weights
-    gradients = []
-    for factor in (1.0, 3.0):
-        th.manual_seed(0)
-        np.random.seed(0)
-        model.set_parameters(model_copy := model.get_parameters())
-        seen: list[th.Tensor] = []
-        handle = model.critic.optimizer.register_step_pre_hook(
-            lambda optimizer, *_: seen.extend(
-                parameter.grad.clone() for parameter in optimizer.param_groups[0]["params"]
-            )
-        )
-        model.critic.optimizer.param_groups[0]["lr"] = 0.0
-        model.lr_schedule = lambda _: 0.0
-        model.train(1, batch_size=7)
-        handle.remove()
-        gradients.append(seen)
-        del model_copy
-    for one, three in zip(*gradients, strict=True):
-        th.testing.assert_close(3.0 * one, three, rtol=1e-4, atol=1e-6)
+    before = dict(model.policy.named_parameters())
+    before = {name: parameter.detach().clone() for name, parameter in before.items()}
+    model.train(1, batch_size=7)
+    return {name: (p - before[name]).detach() for name, p in model.policy.named_parameters()}
+
+
+@ALGORITHM
+def test_weights_scale_the_loss_of_the_critics_alone(algorithm: Any) -> None:
+    nothing, once, thrice = (
+        train_once(algorithm, factor * th.arange(7.0)[:, None]) for factor in (0.0, 1.0, 3.0)
+    )
+    n_critic, n_actor = 0, 0
+    for name, change in once.items():
+        if name.startswith("critic."):
+            assert not nothing[name].any()
+            th.testing.assert_close(thrice[name], 3.0 * change, rtol=1e-3, atol=1e-6)
+            n_critic += int(change.any())
+        elif name.startswith("actor."):
+            n_actor += int(nothing[name].any())
+    assert n_critic >= 4
+    assert n_actor >= 4
 
 
 @ALGORITHM
@@ -226,7 +218,7 @@ def test_training_is_the_same_with_and_without_errors_of_new_transitions(algorit
 @ALGORITHM
 def test_an_error_in_the_second_step_leaves_the_first(algorithm: Any) -> None:
     model = make(algorithm).learn(20)
-    n_updates, before = model._n_updates, tensors_of(model)
+    before = tensors_of(model)
     sample, n_draws = model.replay_buffer.sample, 0
 
     def failing(batch_size: int, env: Any = None) -> PrioritizedReplayBufferSamples:
@@ -243,4 +235,3 @@ def test_an_error_in_the_second_step_leaves_the_first(algorithm: Any) -> None:
     assert differences(once, before) == []
     once.train(1, batch_size=7)
     assert differences(once, model) == []
-    del n_updates
