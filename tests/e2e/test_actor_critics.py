@@ -76,6 +76,13 @@ def make_in(mode: str, algorithm: Any) -> Any:
     return make(algorithm, env, **options)
 
 
+def content_of(model: Any) -> dict[str, Any]:
+    # Infos are objects, whose addresses differ
+    return {
+        key: value for key, value in state_of(model.replay_buffer).items() if "infos" not in key
+    }
+
+
 def go_on(model: Any) -> None:
     model.set_random_seed(4)
     model.learn(14, reset_num_timesteps=False)
@@ -92,7 +99,7 @@ def test_what_was_saved_goes_on_bit_for_bit(algorithm: Any, mode: str, tmp_path:
     loaded = algorithm.load(tmp_path / "model", env=model.get_env(), device="cpu")
     loaded.load_replay_buffer(tmp_path / "buffer", truncate_last_traj=False)
     assert differences(loaded, model) == []
-    assert state_of(loaded.replay_buffer) == state_of(model.replay_buffer)
+    assert content_of(loaded) == content_of(model)
     for each in (model, loaded):
         # Both from the start of an episode in the same environment, made again
         env = MODES[mode].get("env", PushEnv)()
@@ -102,7 +109,7 @@ def test_what_was_saved_goes_on_bit_for_bit(algorithm: Any, mode: str, tmp_path:
         each.set_env(env)
         go_on(each)
     assert differences(loaded, model) == []
-    assert state_of(loaded.replay_buffer) == state_of(model.replay_buffer)
+    assert content_of(loaded) == content_of(model)
     assert model._n_updates > 15
 
 
@@ -147,11 +154,10 @@ def test_options_given_to_load_take_effect(algorithm: Any, tmp_path: Path) -> No
 @ALGORITHM
 def test_batches_of_hindsight_reach_the_goals_that_they_were_given(algorithm: Any) -> None:
     model = make_in("hindsight", algorithm).learn(60)
-    batch = model.replay_buffer.sample(50)
-    reached = (batch.observations["desired_goal"] == batch.next_observations["achieved_goal"]).all(
-        1
-    )
-    assert 5 < int(reached.sum()) < 45
+    batch = model.replay_buffer.sample(200)
+    goals, achieved = batch.observations["desired_goal"], batch.next_observations["achieved_goal"]
+    reached = (goals == achieved).all(1)
+    assert 10 < int(reached.sum()) < 199
     assert th.equal(batch.rewards[:, 0] == 0.0, reached)
     with pytest.raises(ValueError, match=r"td_error.*hindsight"):
         make(
