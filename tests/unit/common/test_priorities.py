@@ -109,6 +109,13 @@ def test_only_what_is_asked_for_is_computed() -> None:
     assert float(PRIORITIES["reducible"](context)) == 16.0
 
 
+def test_a_loss_of_the_whole_batch_is_refused() -> None:
+    batch: Any = Batch(2)
+    context = PriorityContext(batch, th.zeros(2, 1), th.ones(2, 1), losses_of=F.mse_loss)
+    with pytest.raises(ValueError, match=r'shape \(2, 1\), got \(\): use `reduction="none"`'):
+        context.losses  # noqa: B018  # computes
+
+
 @pytest.mark.parametrize("loss", ["huber", "mse"])
 def test_pertd3_and_persac_have_the_loss_that_they_train_on_of_both_critics(loss: str) -> None:
     for algorithm, factor in ((PERTD3, 1.0), (PERSAC, 0.5)):
