@@ -653,9 +653,9 @@ def _in_rows(tensors: Sequence[th.Tensor]) -> npt.NDArray[np.float32]:
     :param tensors: of each batch, shape ``(batch, 1)``, on any device, without gradient
     :return: shape ``(len(tensors), batch)``
     """
+    together = tensors[0] if len(tensors) == 1 else th.stack(tuple(tensors))
     # NumPy has no bfloat16
-    together = th.stack(tuple(tensors)).to(th.float32)
-    return together.cpu().numpy().reshape(len(tensors), -1)
+    return together.to(th.float32).cpu().numpy().reshape(len(tensors), -1)
 
 
 def _layout(space: spaces.Space[Any]) -> str:

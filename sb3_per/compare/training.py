@@ -140,7 +140,12 @@ def make_env(env_id: str, hyperparams: Hyperparams, n_envs: int, seed: int) -> V
 
 def _has_channels_last(space: spaces.Space[Any]) -> bool:
     parts = space.spaces.values() if isinstance(space, spaces.Dict) else [space]
-    return any(is_image_space(part) and not is_image_space_channels_first(part) for part in parts)
+    return any(
+        isinstance(part, spaces.Box)
+        and is_image_space(part)
+        and not is_image_space_channels_first(part)
+        for part in parts
+    )
 
 
 def try_out(

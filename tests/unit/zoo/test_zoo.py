@@ -1,6 +1,6 @@
 """The way into rl-zoo3: what is registered, and with which arguments its functions are called."""
 
-import subprocess
+import importlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,21 +25,16 @@ def test_help_and_unknown_commands_need_no_rl_zoo3(capsys: pytest.CaptureFixture
 
 
 def test_without_rl_zoo3_the_module_is_there_and_its_commands_name_what_is_missing(
-    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    code = """
-import sys
-sys.modules["rl_zoo3"] = None
-from sb3_per import zoo
-zoo.main(["train", "--algo", "per_dqn"])
-"""
-    result = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 1
-    last_line = result.stderr.splitlines()[-1]
-    assert last_line.startswith("ModuleNotFoundError:")
-    assert "rl_zoo3" in last_line
+    monkeypatch.setitem(sys.modules, "rl_zoo3", None)
+    # Imported again, and put back in the end
+    monkeypatch.delitem(sys.modules, "sb3_per.zoo")
+    monkeypatch.delattr(sb3_per, "zoo")
+    module = importlib.import_module("sb3_per.zoo")
+    assert module is not zoo
+    with pytest.raises(ModuleNotFoundError, match="rl_zoo3"):
+        module.main(["train", "--algo", "per_dqn"])
 
 
 @pytest.fixture
