@@ -329,7 +329,7 @@ class PERSAC(PrioritizedOffPolicyAlgorithm, SAC):
         """
         # For n-step replay, discount factor is gamma**n_steps (when no early termination)
         discounts = self.gamma if replay_data.discounts is None else replay_data.discounts
-        next_observations = replay_data.next_observations
+        next_observations = self._next_observations_of(replay_data)
         with th.no_grad():
             # Select action according to policy
             next_actions, next_log_prob = self.actor.action_log_prob(next_observations)
