@@ -36,7 +36,7 @@ class CompiledOffPolicyAlgorithm(PrioritizedOffPolicyAlgorithm):
     #: Whether to use compiled code where it can be
     compiled: bool
     double_q: bool
-    max_grad_norm: float | None
+    max_grad_norm: Any
     #: That of the TD errors; quantiles have no other
     loss: Loss = "huber"
     exploration_rate: float

@@ -354,8 +354,7 @@ def _remove_all(tree: Ranks, entries: IntArray, n: int) -> None:
     """
     Take out entries.
 
-    The loop's body is not a function of its own, which would get all the arrays handed over each
-    time.
+    The loop's body is not a separate function: each call would pass all the arrays.
 
     :param entries: the first ``n`` are taken out; all of them are there
     """
@@ -389,10 +388,10 @@ def _remove_all(tree: Ranks, entries: IntArray, n: int) -> None:
 @compile_kernel
 def _make_room(tree: Ranks, slot: Integer, end: Integer) -> None:
     """
-    Move the children behind a slot one further and copy its own separator to the place that gets
+    Move the children behind a slot one further and copy its own separator to the place that is then
     free.
 
-    :param slot: the new place will be behind it
+    :param slot: slot before the new place
     :param end: one past the last slot of the list, which is not full
     """
     node_keys = tree.free_blocks.shape[0] * BLOCK

@@ -15,15 +15,14 @@ import torch as th
 from sb3_contrib import TQC
 from sb3_contrib.tqc import tqc
 from stable_baselines3 import DDPG, SAC, TD3
-from stable_baselines3.common.logger import Logger
 from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
 from stable_baselines3.common.type_aliases import ReplayBufferSamples
 from stable_baselines3.common.vec_env import VecNormalize
 from stable_baselines3.sac import sac
 
+from model_helpers import Prioritized, silent, small_model
 from sb3_per import PrioritizedReplayBuffer, PrioritizedReplayBufferSamples
 from sb3_per.common.losses import quantile_huber_loss
-from sb3_per.common.off_policy import PrioritizedOffPolicyAlgorithm
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "own_algorithm.md").read_text(encoding="utf-8")
@@ -60,17 +59,6 @@ def patched_train(algorithm: type[OffPolicyAlgorithm], module: Any, *diffs: str)
     return namespace["train"]
 
 
-class Prioritized(PrioritizedOffPolicyAlgorithm):
-    """The constructor of the page."""
-
-    def __init__(self, *args: Any, alpha: float = 0.6, beta: float = 0.4, **kwargs: Any) -> None:
-        set_up = kwargs.pop("_init_setup_model", True)
-        super().__init__(*args, **{**kwargs, "_init_setup_model": False})
-        self._set_per_options(alpha=alpha, beta=beta)
-        if set_up:
-            self._setup_model()
-
-
 class PERSAC(Prioritized, SAC):
     train = patched_train(SAC, sac, SAC_DIFF)
 
@@ -86,21 +74,11 @@ class PERDDPG(PERTD3, DDPG):
 PAIRS: list[tuple[Any, Any]] = [(PERTD3, TD3), (PERDDPG, DDPG), (PERSAC, SAC), (PERTQC, TQC)]
 PAIR = pytest.mark.parametrize(("ours", "theirs"), PAIRS, ids=lambda cls: str(cls.__name__))
 ALGORITHM = pytest.mark.parametrize("ours", [pair[0] for pair in PAIRS])
-SMALL: dict[str, Any] = {
-    "buffer_size": 200,
-    "learning_starts": 20,
-    "batch_size": 7,
-    "policy_kwargs": {"net_arch": [8]},
-    "seed": 3,
-    "device": "cpu",
-}
 
 
-def make(algorithm: Callable[..., Any], **kwargs: Any) -> Any:
-    # SB3 writes into `policy_kwargs`
-    model = algorithm("MlpPolicy", "Pendulum-v1", **deepcopy({**SMALL, **kwargs}))
-    model.set_logger(Logger(None, []))
-    return model
+def make_model(algorithm: Callable[..., Any], **kwargs: Any) -> Any:
+    options = {"buffer_size": 200, "learning_starts": 20, "batch_size": 7, "seed": 3, **kwargs}
+    return silent(small_model("Pendulum-v1", algorithm, **options))
 
 
 def share_batches(ours: Any, theirs: Any) -> None:
@@ -127,8 +105,8 @@ def share_batches(ours: Any, theirs: Any) -> None:
 def test_uniform_draws_give_the_update_of_the_original(
     ours: Any, theirs: Any, n_steps: int
 ) -> None:
-    prioritized = make(ours, alpha=0.0, beta=0.0, n_steps=n_steps)
-    plain = make(theirs, n_steps=n_steps)
+    prioritized = make_model(ours, alpha=0.0, beta=0.0, n_steps=n_steps)
+    plain = make_model(theirs, n_steps=n_steps)
     share_batches(prioritized, plain)
     # The optimizer would keep the very tensors
     plain.set_parameters(deepcopy(prioritized.get_parameters()))
@@ -146,7 +124,7 @@ def test_uniform_draws_give_the_update_of_the_original(
 
 @ALGORITHM
 def test_priorities_are_the_mean_errors_of_the_critics(ours: Any) -> None:
-    model = make(ours, alpha=1.0).learn(30)
+    model = make_model(ours, alpha=1.0).learn(30)
     buffer: Any = model.replay_buffer
     assert type(buffer) is PrioritizedReplayBuffer
     seen: dict[int, float] = {}
@@ -182,7 +160,7 @@ def critic_values(model: Any, indices: Any) -> Any:
 
 @ALGORITHM
 def test_weights_of_zero_leave_the_critics_alone(ours: Any) -> None:
-    model = make(ours).learn(30)
+    model = make_model(ours).learn(30)
     sample = model.replay_buffer.sample
 
     def weightless(batch_size: int, env: VecNormalize | None) -> PrioritizedReplayBufferSamples:
@@ -202,7 +180,7 @@ def test_weights_of_zero_leave_the_critics_alone(ours: Any) -> None:
 
 @ALGORITHM
 def test_a_saved_model_goes_on_with_its_options(ours: Any, tmp_path: Path) -> None:
-    model = make(ours, alpha=0.3, n_steps=2).learn(30)
+    model = make_model(ours, alpha=0.3, n_steps=2).learn(30)
     model.save(tmp_path / "model")
     model.save_replay_buffer(tmp_path / "buffer")
     loaded = ours.load(tmp_path / "model", env=model.get_env(), device="cpu")
@@ -227,7 +205,7 @@ def test_pertd3_is_short() -> None:
 
 
 def test_lap_has_a_smallest_priority_and_no_weights() -> None:
-    model = make(PERTD3, lap=True, alpha=0.5).learn(25)
+    model = make_model(PERTD3, lap=True, alpha=0.5).learn(25)
     buffer = model.replay_buffer
     buffer.update_priorities(np.arange(25), np.arange(1.0, 26.0))
     sample = buffer.sample
@@ -256,7 +234,7 @@ def test_lap_has_a_smallest_priority_and_no_weights() -> None:
 
 
 def test_no_gradient_steps_record_nothing() -> None:
-    model = make(PERTD3)
+    model = make_model(PERTD3)
     model.train(0)
     assert [key for key in model.logger.name_to_value if key.startswith("per/")] == []
 
