@@ -4,7 +4,6 @@ import inspect
 import re
 import sys
 import textwrap
-from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -76,7 +75,7 @@ PAIR = pytest.mark.parametrize(("ours", "theirs"), PAIRS, ids=lambda cls: str(cl
 ALGORITHM = pytest.mark.parametrize("ours", [pair[0] for pair in PAIRS])
 
 
-def make_model(algorithm: Callable[..., Any], **kwargs: Any) -> Any:
+def make_model(algorithm: type[Any], **kwargs: Any) -> Any:
     options = {"buffer_size": 200, "learning_starts": 20, "batch_size": 7, "seed": 3, **kwargs}
     return silent(small_model("Pendulum-v1", algorithm, **options))
 
