@@ -108,17 +108,10 @@ def test_an_empty_buffer_has_nothing_to_break_off() -> None:
     assert by_index(buffer.sample(2), "next_observations") == {0: [1.0, 1.0]}
 
 
-def test_a_reset_forgets_the_observations_that_were_kept() -> None:
-    buffer = make_buffer(4, n_adds=2, **SAVING)
-    buffer.truncate_last_trajectory()
-    buffer.reset()
-    add_rows(buffer, 3, first=10)
-    batch = buffer.sample(8)
-    np.testing.assert_array_equal(batch.next_observations, batch.observations + 1)
-
-
-def test_kept_observations_count_in_the_memory_of_the_buffer() -> None:
+def test_kept_observations_count_in_the_memory_of_the_buffer_until_a_reset() -> None:
     buffer = make_buffer(4, n_adds=2, **SAVING)
     before = buffer.nbytes
     buffer.truncate_last_trajectory()
     assert buffer.nbytes == before + 2 * 8
+    buffer.reset()
+    assert buffer.nbytes == before
