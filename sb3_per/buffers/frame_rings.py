@@ -1,0 +1,224 @@
+"""Where the frames of image stacks are kept: the newest ones of each environment."""
+
+import math
+import threading
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["CompressedFrameRing", "FrameRing", "make_frame_ring"]
+
+Frames = npt.NDArray[np.uint8]
+IntArray = npt.NDArray[np.int64]
+
+#: Frames that are compressed together. Neighbours are nearly alike: eight of them take less than
+#: two that stand alone, and a batch is decompressed no slower.
+FRAMES_IN_BLOCK = 8
+
+DEFAULT_LEVEL = 3
+
+
+class FrameRing:
+    """
+    The newest frames of each environment. A frame's number says how many its environment had
+    stored before; it never changes, and never comes again.
+
+    :param n_envs: number of environments
+    :param length: how many frames of each are kept
+    :param frame_size: bytes of a frame
+    """
+
+    def __init__(self, n_envs: int, length: int, frame_size: int) -> None:
+        self.frame_size = frame_size
+        #: How many frames each environment ever stored, shape ``(n_envs,)``
+        self.counts = np.zeros(n_envs, dtype=np.int64)
+        self._length = length
+        self._allocate()
+
+    def _allocate(self) -> None:
+        self._frames = np.zeros((len(self.counts), self._length, self.frame_size), dtype=np.uint8)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the frames in bytes."""
+        return self._frames.nbytes
+
+    def first(self, env: int) -> int:
+        """
+        :param env: number of the environment
+        :return: number of its oldest frame that is kept
+        """
+        return max(int(self.counts[env]) - self._length, 0)
+
+    def append(self, env: int, frames: Frames) -> None:
+        """
+        :param env: number of the environment
+        :param frames: to be stored, the oldest first, shape ``(n, frame_size)``
+        """
+        count = int(self.counts[env])
+        for number, frame in enumerate(frames, count):
+            self._frames[env, number % self._length] = frame
+        self.counts[env] = count + len(frames)
+
+    def gather(self, envs: IntArray, numbers: IntArray) -> Frames:
+        """
+        :param envs: numbers of environments, to be broadcast against ``numbers``
+        :param numbers: of frames that are kept
+        :return: copies of the frames, shape ``(*numbers.shape, frame_size)``
+        """
+        places = envs * self._length + numbers % self._length
+        return self._frames.reshape(-1, self.frame_size).take(places, axis=0)
+
+    def clear(self) -> None:
+        """Forget all frames, and count from 0 again."""
+        self.counts[:] = 0
+
+
+class CompressedFrameRing(FrameRing):
+    """
+    The same, with frames compressed by Zstandard, eight neighbours together. A few more frames
+    than ``length`` are kept, as a block is dropped as a whole.
+
+    :param n_envs: number of environments
+    :param length: how many frames of each are kept at least
+    :param frame_size: bytes of a frame
+    :param level: of compression, from 1 (fast) to 22 (small)
+    """
+
+    def __init__(self, n_envs: int, length: int, frame_size: int, level: int) -> None:
+        self._level = level
+        self._lock = threading.Lock()
+        super().__init__(n_envs, math.ceil(length / FRAMES_IN_BLOCK), frame_size)
+
+    def _allocate(self) -> None:
+        n_envs = len(self.counts)
+        #: Whole blocks, a ring for each environment
+        self._blocks: list[list[bytes]] = [[b""] * self._length for _ in range(n_envs)]
+        #: The block that is being filled
+        self._newest = np.zeros((n_envs, FRAMES_IN_BLOCK, self.frame_size), dtype=np.uint8)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._lock = threading.Lock()
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the frames in bytes, with what Python takes for each block."""
+        n_blocks = len(self.counts) * self._length
+        # A pointer, and the header of an object
+        overhead = n_blocks * (8 + b"".__sizeof__())
+        return sum(len(block) for ring in self._blocks for block in ring) + overhead
+
+    def first(self, env: int) -> int:
+        """
+        :param env: number of the environment
+        :return: number of its oldest frame that is kept
+        """
+        n_blocks = int(self.counts[env]) // FRAMES_IN_BLOCK
+        return max(n_blocks - self._length, 0) * FRAMES_IN_BLOCK
+
+    def append(self, env: int, frames: Frames) -> None:
+        """
+        :param env: number of the environment
+        :param frames: to be stored, the oldest first, shape ``(n, frame_size)``
+        """
+        for frame in frames:
+            number = int(self.counts[env])
+            block, place = divmod(number, FRAMES_IN_BLOCK)
+            # Another thread that draws a batch meanwhile finds a block whole, or not at all
+            with self._lock:
+                self._newest[env, place] = frame
+                if place == FRAMES_IN_BLOCK - 1:
+                    self._blocks[env][block % self._length] = self._compress(self._newest[env])
+                self.counts[env] = number + 1
+
+    def _compress(self, frames: Frames) -> bytes:
+        compressor = _zstandard().ZstdCompressor(level=self._level, write_content_size=False)
+        compressed: bytes = compressor.compress(frames)
+        return compressed
+
+    def gather(self, envs: IntArray, numbers: IntArray) -> Frames:
+        """
+        :param envs: numbers of environments, to be broadcast against ``numbers``
+        :param numbers: of frames that are kept
+        :return: the frames, shape ``(*numbers.shape, frame_size)``
+        """
+        decompressor = _zstandard().ZstdDecompressor()
+        block_size = FRAMES_IN_BLOCK * self.frame_size
+        with self._lock:
+            # What was dropped since the draw, by another thread, gives way to what is there
+            firsts = np.array([self.first(env) for env in range(len(self.counts))])
+            numbers = np.clip(numbers, firsts[envs], np.maximum(self.counts[envs] - 1, 0))
+            blocks, places = np.divmod(numbers, FRAMES_IN_BLOCK)
+            n_whole = self.counts // FRAMES_IN_BLOCK
+            # One number for environment and block, so that each block is decompressed once
+            wanted, which = np.unique(envs * (n_whole.max() + 1) + blocks, return_inverse=True)
+            decompressed = np.empty((len(wanted), block_size), dtype=np.uint8)
+            for i, number in enumerate(wanted.tolist()):
+                env, block = divmod(number, int(n_whole.max()) + 1)
+                if block == n_whole[env]:
+                    decompressed[i] = self._newest[env].ravel()
+                    continue
+                content = self._blocks[env][block % self._length]
+                decompressed[i] = np.frombuffer(
+                    decompressor.decompress(content, max_output_size=block_size), dtype=np.uint8
+                )
+        # `return_inverse` is flat in some versions of NumPy
+        places += which.reshape(numbers.shape) * FRAMES_IN_BLOCK
+        return decompressed.reshape(-1, self.frame_size).take(places, axis=0)
+
+    def clear(self) -> None:
+        """Forget all frames, and count from 0 again."""
+        with self._lock:
+            super().clear()
+            self._allocate()
+
+
+def make_frame_ring(
+    compression: str | None, n_envs: int, length: int, frame_size: int
+) -> FrameRing:
+    """
+    :param compression: None, ``"zstd"``, or ``"zstd-LEVEL"`` with a level from 1 to 22
+    :param n_envs: number of environments
+    :param length: how many frames of each are kept at least
+    :param frame_size: bytes of a frame
+    :return: an empty ring
+    :raises ValueError: if ``compression`` is none of these
+    :raises ImportError: if the library is missing
+    """
+    if compression is None:
+        return FrameRing(n_envs, length, frame_size)
+    level = compression_level(compression)
+    _zstandard()
+    return CompressedFrameRing(n_envs, length, frame_size, level)
+
+
+def compression_level(compression: Any) -> int:
+    """
+    :param compression: ``"zstd"`` or ``"zstd-LEVEL"``
+    :return: its level
+    :raises ValueError: if it is neither, or the level is not from 1 to 22
+    """
+    name, _, level = str(compression).partition("-")
+    if compression == "zstd":
+        return DEFAULT_LEVEL
+    if name == "zstd" and level.isdecimal() and 1 <= int(level) <= 22:
+        return int(level)
+    raise ValueError(
+        "`compression` must be None, 'zstd', or 'zstd-LEVEL' with a level from 1 (fast) to 22 "
+        f"(small), got {compression!r}"
+    )
+
+
+def _zstandard() -> Any:
+    try:
+        import zstandard
+    except ImportError:
+        raise ImportError(
+            "`compression='zstd'` needs the package zstandard: pip install \"sb3-per[compression]\""
+        ) from None
+    return zstandard
