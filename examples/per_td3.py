@@ -1,5 +1,5 @@
 """
-TD3 with prioritized replay, on Pendulum-v1: an own algorithm gets PER (see docs/own_algorithm.md).
+TD3 with prioritized replay, on Pendulum-v1: an algorithm of one's own gets PER (see docs/own_algorithm.md).
 
     python examples/per_td3.py --seed 1 --replay per
 """
@@ -15,7 +15,7 @@ from stable_baselines3.common.noise import NormalActionNoise
 from stable_baselines3.common.utils import polyak_update
 from torch.nn import functional as F
 
-from sb3_per.common.off_policy import PrioritizedOffPolicyAlgorithm
+from sb3_per import PrioritizedOffPolicyAlgorithm
 
 
 class PERTD3(PrioritizedOffPolicyAlgorithm, TD3):
@@ -39,12 +39,12 @@ class PERTD3(PrioritizedOffPolicyAlgorithm, TD3):
         """As TD3, with a weight for each transition, whose TD error goes back to the buffer."""
         self.policy.set_training_mode(True)
         self._update_learning_rate([self.actor.optimizer, self.critic.optimizer])
-        self._prepare_buffer()
+        self._prepare_replay()
 
         errors, weights, losses = [], [], []
         for _ in range(gradient_steps):
             self._n_updates += 1
-            batch = self._sample(batch_size)
+            batch = self.replay_buffer.sample(batch_size, env=self._vec_normalize_env)
             discounts = self.gamma if batch.discounts is None else batch.discounts
             with th.no_grad():
                 noise = batch.actions.clone().normal_(0, self.target_policy_noise)
@@ -59,7 +59,7 @@ class PERTD3(PrioritizedOffPolicyAlgorithm, TD3):
             td_errors = (targets - values.detach()).abs().mean(dim=1, keepdim=True)
             # In LAP errors below 1 share one priority, where Huber's slope shrinks with the error
             priorities = td_errors.clamp(min=1.0) if self.lap else td_errors
-            self.replay_buffer.update_priorities(batch.indices, priorities)  # type: ignore[union-attr]
+            self.replay_buffer.update_priorities(batch.indices, priorities)
 
             loss_of = F.smooth_l1_loss if self.lap else F.mse_loss
             sample_losses = loss_of(values, targets.expand_as(values), reduction="none").sum(dim=1)

@@ -239,7 +239,8 @@ class PrioritizedHerReplayBuffer(PrioritizedDictReplayBuffer, HerReplayBuffer): 
         :param env: normalizes observations and rewards of the batch, if given
         :return: the batch, with weights as if these had been drawn
         """
-        return super()._get_samples(indices, env)
+        weights = self._weights_of(self.tree.masses(indices))
+        return super()._get_samples(indices, env)._replace(weights=weights)
 
     def _is_drawable(self, indices: IntArray) -> npt.NDArray[np.bool_]:
         drawable: npt.NDArray[np.bool_] = self._flat(self.ep_length)[indices] > 0

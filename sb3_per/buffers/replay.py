@@ -629,10 +629,10 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         """
         if self.tree.total == 0.0:
             raise ValueError(self._why_nothing_can_be_drawn())
-        indices, _ = self.tree.sample(batch_size)
+        indices, masses = self.tree.sample(batch_size)
         if not self._was_updated:
             self._count_unanswered_draw()
-        return self._get_samples(indices, env)
+        return self._get_samples(indices, env)._replace(weights=self._weights_of(masses))
 
     def _why_nothing_can_be_drawn(self) -> str:
         if self.n_transitions == 0:
@@ -679,7 +679,16 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         :param env: normalizes observations and rewards of the batch, if given
         :return: the batch, with weights as if these had been drawn
         """
-        return self._get_samples(indices, env)
+        weights = self._weights_of(self.tree.masses(indices))
+        return self._get_samples(indices, env)._replace(weights=weights)
+
+    def _weights_of(self, masses: FloatArray) -> th.Tensor:
+        """
+        :param masses: of the drawn transitions, shape ``(batch,)``
+        :return: their importance-sampling weights, shape ``(batch, 1)``
+        """
+        smallest = self.tree.min_mass if self._weight_normalization == "buffer" else 0.0
+        return self._to_tensor(weights_of(masses, smallest, self._beta))
 
     def _get_samples(  # type: ignore[override]
         self, batch_inds: IntArray, env: VecNormalize | None = None
@@ -690,10 +699,9 @@ class PrioritizedReplayBuffer(ReplayBuffer):
 
         :param batch_inds: which transitions, ``row * n_envs + env``, shape ``(batch,)``
         :param env: normalizes observations and rewards, if given
-        :return: the batch, in tensors of its own on the buffer's device
+        :return: the batch, in tensors of its own on the buffer's device; its weights are 1, since
+            how the transitions were drawn is not known here
         """
-        smallest = self.tree.min_mass if self._weight_normalization == "buffer" else 0.0
-        weights = weights_of(self.tree.masses(batch_inds), smallest, self._beta)
         if self._n_steps == 1:
             last, discounts = batch_inds, None
         else:
@@ -710,7 +718,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
             dones=self._to_tensor(dones),
             rewards=self._to_tensor(rewards),
             discounts=None if discounts is None else self._to_tensor(discounts),
-            weights=self._to_tensor(weights),
+            weights=th.ones((len(batch_inds), 1), device=self.device),
             indices=batch_inds,
         )
         return batch
