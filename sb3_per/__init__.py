@@ -12,6 +12,7 @@ import sb3_per_envs
 from sb3_per.buffers import (
     PrioritizedDictReplayBuffer,
     PrioritizedDictReplayBufferSamples,
+    PrioritizedFrameReplayBuffer,
     PrioritizedHerReplayBuffer,
     PrioritizedReplayBuffer,
     PrioritizedReplayBufferSamples,
@@ -37,6 +38,7 @@ __all__ = [
     "PERLoggerCallback",
     "PrioritizedDictReplayBuffer",
     "PrioritizedDictReplayBufferSamples",
+    "PrioritizedFrameReplayBuffer",
     "PrioritizedHerReplayBuffer",
     "PrioritizedOffPolicyAlgorithm",
     "PrioritizedReplayBuffer",

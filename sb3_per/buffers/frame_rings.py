@@ -147,29 +147,44 @@ class CompressedFrameRing(FrameRing):
         :param numbers: of frames that are kept
         :return: the frames, shape ``(*numbers.shape, frame_size)``
         """
-        decompressor = _zstandard().ZstdDecompressor()
-        block_size = FRAMES_IN_BLOCK * self.frame_size
+        frames = np.empty((numbers.size, self.frame_size), dtype=np.uint8)
         with self._lock:
             # What was dropped since the draw, by another thread, gives way to what is there
             firsts = np.array([self.first(env) for env in range(len(self.counts))])
             numbers = np.clip(numbers, firsts[envs], np.maximum(self.counts[envs] - 1, 0))
-            blocks, places = np.divmod(numbers, FRAMES_IN_BLOCK)
-            n_whole = self.counts // FRAMES_IN_BLOCK
-            # One number for environment and block, so that each block is decompressed once
-            wanted, which = np.unique(envs * (n_whole.max() + 1) + blocks, return_inverse=True)
-            decompressed = np.empty((len(wanted), block_size), dtype=np.uint8)
-            for i, number in enumerate(wanted.tolist()):
-                env, block = divmod(number, int(n_whole.max()) + 1)
-                if block == n_whole[env]:
-                    decompressed[i] = self._newest[env].ravel()
-                    continue
-                content = self._blocks[env][block % self._length]
-                decompressed[i] = np.frombuffer(
-                    decompressor.decompress(content, max_output_size=block_size), dtype=np.uint8
-                )
-        # `return_inverse` is flat in some versions of NumPy
-        places += which.reshape(numbers.shape) * FRAMES_IN_BLOCK
-        return decompressed.reshape(-1, self.frame_size).take(places, axis=0)
+            # One number for environment, block and place
+            n_blocks = int(self.counts.max()) // FRAMES_IN_BLOCK + 1
+            places = (numbers + envs * n_blocks * FRAMES_IN_BLOCK).ravel()
+            # Neighbours of one block are copied together
+            is_start = (np.diff(places, prepend=-2) != 1) | (places % FRAMES_IN_BLOCK == 0)
+            starts = np.flatnonzero(is_start)
+            stops = np.append(starts[1:], len(places))
+            decompressor = _zstandard().ZstdDecompressor()
+            decompressed, content = -1, self._newest[0]
+            # Block by block, so that each is decompressed once and none is kept
+            for i in np.argsort(places[starts]).tolist():
+                start, stop = int(starts[i]), int(stops[i])
+                block, first = divmod(int(places[start]), FRAMES_IN_BLOCK)
+                if block != decompressed:
+                    decompressed = block
+                    content = self._block(*divmod(block, n_blocks), decompressor)
+                frames[start:stop] = content[first : first + stop - start]
+        return frames.reshape(*numbers.shape, self.frame_size)
+
+    def _block(self, env: int, block: int, decompressor: Any) -> Frames:
+        """
+        :param env: number of the environment
+        :param block: number of the block
+        :param decompressor: of the library
+        :return: its frames, shape ``(FRAMES_IN_BLOCK, frame_size)``
+        """
+        if block == self.counts[env] // FRAMES_IN_BLOCK:
+            return self._newest[env]
+        content = decompressor.decompress(
+            self._blocks[env][block % self._length],
+            max_output_size=FRAMES_IN_BLOCK * self.frame_size,
+        )
+        return np.frombuffer(content, dtype=np.uint8).reshape(FRAMES_IN_BLOCK, -1)
 
     def clear(self) -> None:
         """Forget all frames, and count from 0 again."""

@@ -113,7 +113,7 @@ def check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
 
 
 class Steps(NamedTuple):
-    """Steps to be stored by ``extend``, checked: each array has the axes time and environment first."""
+    """Steps to be stored by ``extend``: checked, with the axes time and environment first."""
 
     observations: Any
     next_observations: Any
@@ -536,8 +536,9 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         start, stop = first * self.n_envs, last * self.n_envs
         self._admit(start, stop, priority)
         self._n_adds += last - first
-        for index in [index for index in self._kept_observations if start <= index < stop]:
-            del self._kept_observations[index]
+        if self._kept_observations:
+            for index in [index for index in self._kept_observations if start <= index < stop]:
+                del self._kept_observations[index]
 
     def _admit(self, start: int, stop: int, priority: float) -> None:
         """
@@ -938,14 +939,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
             priorities are updated
         :raises ValueError: if an option is out of its range, or the buffer is of another kind
         """
-        if type(buffer) not in cls._counterparts:
-            names = " or ".join(counterpart.__name__ for counterpart in cls._counterparts)
-            raise ValueError(
-                f"{cls.__name__} takes over the content of SB3's {names}, got a "
-                f"{type(buffer).__name__}"
-            )
-        if isinstance(buffer, NStepReplayBuffer):
-            options = {"n_steps": buffer.n_steps, "gamma": buffer.gamma, **options}
+        options = cls._options_for(buffer, options)
         # As small as it can be, since the arrays are replaced
         prioritized = cls(
             buffer.n_envs,
@@ -965,3 +959,21 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         prioritized.tree.update(np.flatnonzero(prioritized.drawable()), 1.0)
         prioritized._n_adds = prioritized._n_known = prioritized.size()
         return prioritized
+
+    @classmethod
+    def _options_for(cls, buffer: ReplayBuffer, options: dict[str, Any]) -> dict[str, Any]:
+        """
+        :param buffer: whose content is to be taken over
+        :param options: what the user gave
+        :return: the same, with what the buffer says where the user said nothing
+        :raises ValueError: if the buffer is of another kind
+        """
+        if type(buffer) not in cls._counterparts:
+            names = " or ".join(counterpart.__name__ for counterpart in cls._counterparts)
+            raise ValueError(
+                f"{cls.__name__} takes over the content of SB3's {names}, got a "
+                f"{type(buffer).__name__}"
+            )
+        if isinstance(buffer, NStepReplayBuffer):
+            options = {"n_steps": buffer.n_steps, "gamma": buffer.gamma, **options}
+        return options
