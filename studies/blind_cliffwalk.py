@@ -504,10 +504,10 @@ def _replays(
     if run.replay in ("rank", "greedy"):
         ranks = RankTree(len(memory), run.alpha)
         ranks.fill(0, len(memory), run.initial_priority)
-        arrays = (*ranks._arrays, ranks._shift)
-        drawing = (*arrays, ranks.alpha, *ranks._sums_and_guide(), numbers, indices)
-        writing = (*arrays, indices, numbers)
-        head, is_greedy = ranks._head, run.replay == "greedy"
+        drawing = (*ranks.draw_arguments, numbers, indices)
+        writing = (*ranks.write_arguments, indices, numbers)
+        head = rank_kernels.Ranks(*ranks.write_arguments[:-1]).head
+        is_greedy = run.replay == "greedy"
         return lambda uniforms: _replay_by_rank(
             *common, memory, numbers, indices, drawing, writing, head, is_greedy, run.eps, uniforms
         )
@@ -519,8 +519,8 @@ def _replays(
             *common, memory[tree.get_leaf(uniforms * tree.total)[0]]
         )
     tree.fill(0, len(memory), run.initial_priority**run.alpha)
-    drawing = (tree._leaves, tree._sums, tree._first, numbers, indices)
-    writing = (tree._leaves, tree._sums, tree._extremes, tree._first, indices, numbers)
+    drawing = (*tree.draw_arguments, numbers, indices)
+    writing = (*tree.write_arguments, indices, numbers)
     return lambda uniforms: _replay_in_proportion(
         *common, memory, numbers, indices, drawing, writing, run.alpha, run.eps, uniforms
     )

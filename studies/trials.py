@@ -9,7 +9,7 @@ from stable_baselines3.common.vec_env import VecNormalize
 from sb3_per import PERDQN, PrioritizedReplayBuffer
 from sb3_per.buffers.replay import Array, check_choice, check_number
 from sb3_per.buffers.samples import PrioritizedReplayBufferSamples
-from sb3_per.callbacks.statistics import drawable_indices, td_errors_in_buffer
+from sb3_per.callbacks import drawable_indices, td_errors_in_buffer
 
 __all__ = ["PERDQNTrial", "TrialReplayBuffer"]
 

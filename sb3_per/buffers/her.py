@@ -146,6 +146,10 @@ class PrioritizedHerReplayBuffer(PrioritizedDictReplayBuffer, HerReplayBuffer): 
         """
         self.env = env
 
+    def __getstate__(self) -> dict[str, Any]:
+        # As in SB3: environments can't be pickled in general
+        return {name: value for name, value in super().__getstate__().items() if name != "env"}
+
     def reset(self) -> None:
         """Forget all transitions, their priorities and their episodes."""
         super().reset()

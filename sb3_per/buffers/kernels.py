@@ -3,6 +3,9 @@ The arithmetic on single batches, compiled by numba.
 
 A batch is so small that NumPy would spend its time on starting one operation after the other.
 Here each step from a draw to its feedback is one call. No input is checked beyond what is said.
+
+The kernels fill arrays that they are given (:func:`~sb3_per.trees.sum_kernels.compile_kernel` says
+why); the function behind each of them makes these arrays.
 """
 
 import numpy as np
@@ -12,11 +15,35 @@ from sb3_per.trees.sum_kernels import FloatArray, IntArray, compile_kernel
 
 Float32Array = npt.NDArray[np.float32]
 
+#: NumPy takes longer to find out what a type's name means than to make a small array
+_FLOAT32 = np.dtype(np.float32)
+
 #: Priority of a transition whose power is too small for a normal float64
 SMALLEST_PRIORITY = float(np.finfo(np.float64).tiny)
 
 
 @compile_kernel
+def gather_into(
+    indices: IntArray,
+    rewards: Float32Array,
+    dones: Float32Array,
+    timeouts: Float32Array,
+    batch_rewards: Float32Array,
+    batch_dones: Float32Array,
+) -> None:
+    """
+    :func:`gather`, into arrays of shape ``(n, 1)``.
+
+    :param batch_rewards: receives the rewards
+    :param batch_dones: receives the ends of episodes
+    """
+    for j in range(indices.shape[0]):
+        i = np.uint64(indices[j])
+        batch_rewards[j, 0] = rewards[i]
+        # Time limits are no end of the task: the value of the next observation counts
+        batch_dones[j, 0] = dones[i] * (np.float32(1.0) - timeouts[i])
+
+
 def gather(
     indices: IntArray, rewards: Float32Array, dones: Float32Array, timeouts: Float32Array
 ) -> tuple[Float32Array, Float32Array]:
@@ -27,18 +54,55 @@ def gather(
     :param timeouts: whether that was for lack of time
     :return: rewards of the batch, and 1 where its episodes really ended, shape ``(n, 1)`` each
     """
-    n = indices.shape[0]
-    batch_rewards = np.empty((n, 1), np.float32)
-    batch_dones = np.empty((n, 1), np.float32)
-    for j in range(n):
-        i = np.uint64(indices[j])
-        batch_rewards[j, 0] = rewards[i]
-        # Time limits are no end of the task: the value of the next observation counts
-        batch_dones[j, 0] = dones[i] * (np.float32(1.0) - timeouts[i])
+    shape = (len(indices), 1)
+    batch_rewards, batch_dones = np.empty(shape, _FLOAT32), np.empty(shape, _FLOAT32)
+    gather_into(indices, rewards, dones, timeouts, batch_rewards, batch_dones)
     return batch_rewards, batch_dones
 
 
 @compile_kernel
+def look_ahead_into(
+    indices: IntArray,
+    n_envs: int,
+    newest_row: int,
+    rewards: Float32Array,
+    dones: Float32Array,
+    timeouts: Float32Array,
+    factors: Float32Array,
+    last: IntArray,
+    path_rewards: Float32Array,
+    counts: Float32Array,
+    discounts: Float32Array,
+) -> None:
+    """
+    :func:`look_ahead`, into arrays of the shapes that it returns.
+
+    :param last: receives the last transitions
+    :param path_rewards: receives the rewards
+    :param counts: receives what they count
+    :param discounts: receives the discounts
+    """
+    n_steps = factors.shape[0] - 1
+    n_transitions = rewards.shape[0]
+    for j in range(indices.shape[0]):
+        i = indices[j]
+        length = 0
+        for step in range(n_steps):
+            path_rewards[j, step] = rewards[i]
+            counts[j, step] = 0.0
+            if length == step:
+                # Not at the end yet
+                counts[j, step] = factors[step]
+                last[j] = i
+                ends = dones[i] != 0.0 or timeouts[i] != 0.0 or i // n_envs == newest_row
+                length += 0 if ends else 1
+            # One row further is n_envs transitions further
+            i += n_envs
+            if i >= n_transitions:
+                i -= n_transitions
+        discounts[j, 0] = factors[min(length + 1, n_steps)]
+
+
 def look_ahead(
     indices: IntArray,
     n_envs: int,
@@ -61,41 +125,35 @@ def look_ahead(
         length, shape ``(n, n_steps)``; what they count, 0 after the end, same shape; the discount
         of what follows, shape ``(n, 1)``
     """
-    n = indices.shape[0]
-    n_steps = factors.shape[0] - 1
-    n_transitions = rewards.shape[0]
+    n, n_steps = len(indices), len(factors) - 1
     last = np.empty(n, np.int64)
     path_rewards = np.empty((n, n_steps), np.float32)
-    counts = np.zeros((n, n_steps), np.float32)
+    counts = np.empty((n, n_steps), np.float32)
     discounts = np.empty((n, 1), np.float32)
-    for j in range(n):
-        i = indices[j]
-        length = 0
-        for step in range(n_steps):
-            path_rewards[j, step] = rewards[i]
-            if length == step:
-                # Not at the end yet
-                counts[j, step] = factors[step]
-                last[j] = i
-                ends = dones[i] != 0.0 or timeouts[i] != 0.0 or i // n_envs == newest_row
-                length += 0 if ends else 1
-            # One row further is n_envs transitions further
-            i += n_envs
-            if i >= n_transitions:
-                i -= n_transitions
-        discounts[j, 0] = factors[min(length + 1, n_steps)]
+    look_ahead_into(
+        indices,
+        n_envs,
+        newest_row,
+        rewards,
+        dones,
+        timeouts,
+        factors,
+        last,
+        path_rewards,
+        counts,
+        discounts,
+    )
     return last, path_rewards, counts, discounts
 
 
 @compile_kernel
-def weights_of(priorities: FloatArray, smallest: float, beta: float) -> Float32Array:
+def weights_into(
+    priorities: FloatArray, smallest: float, beta: float, weights: Float32Array
+) -> None:
     """
-    The weights of :func:`~sb3_per.buffers.importance.importance_sampling_weights`.
+    :func:`weights_of`, into an array of shape ``(n, 1)``.
 
-    :param priorities: of the batch, shape ``(n,)``; one of zero, which can't be drawn, weighs 1
-    :param smallest: the priority whose weight is 1; 0 for the smallest of the batch
-    :param beta: strength of the correction
-    :return: weights, shape ``(n, 1)``
+    :param weights: receives the weights
     """
     n = priorities.shape[0]
     if smallest == 0.0:
@@ -105,15 +163,54 @@ def weights_of(priorities: FloatArray, smallest: float, beta: float) -> Float32A
                 smallest = min(smallest, priorities[j])
     if smallest == np.inf:
         smallest = 1.0
-    weights = np.empty((n, 1), np.float32)
     for j in range(n):
         # Who names transitions may name some that can't be drawn: they count in full
         priority = priorities[j] if priorities[j] > 0.0 else smallest
         weights[j, 0] = (smallest / priority) ** beta
+
+
+def weights_of(priorities: FloatArray, smallest: float, beta: float) -> Float32Array:
+    """
+    The weights of :func:`~sb3_per.buffers.importance.importance_sampling_weights`.
+
+    :param priorities: of the batch, shape ``(n,)``; one of zero, which can't be drawn, weighs 1
+    :param smallest: the priority whose weight is 1; 0 for the smallest of the batch
+    :param beta: strength of the correction
+    :return: weights, shape ``(n, 1)``
+    """
+    weights = np.empty((len(priorities), 1), _FLOAT32)
+    weights_into(priorities, smallest, beta, weights)
     return weights
 
 
 @compile_kernel
+def priorities_into(
+    td_errors: Float32Array,
+    indices: IntArray,
+    size: int,
+    eps: float,
+    alpha: float,
+    limit: float,
+    priorities: FloatArray,
+) -> bool:
+    """
+    :func:`priorities_of`, into an array of shape ``(n,)``.
+
+    :param priorities: receives the priorities
+    :return: whether all of it can be written to a tree
+    """
+    is_valid = True
+    for j in range(indices.shape[0]):
+        size_of_error = abs(np.float64(td_errors[j]))
+        base = size_of_error + eps
+        # What is above zero stays so, also where the power is too small for a float
+        priority = max(base**alpha, SMALLEST_PRIORITY) if base > 0.0 else base**alpha
+        priorities[j] = priority
+        if not (0 <= indices[j] < size and size_of_error < np.inf and priority <= limit):
+            is_valid = False
+    return is_valid
+
+
 def priorities_of(
     td_errors: Float32Array, indices: IntArray, size: int, eps: float, alpha: float, limit: float
 ) -> tuple[FloatArray, bool]:
@@ -127,17 +224,8 @@ def priorities_of(
     :return: priorities, shape ``(n,)``, and whether all indices are in ``[0, size)``, all errors
         finite and all priorities at most ``limit``
     """
-    n = indices.shape[0]
-    priorities = np.empty(n)
-    is_valid = True
-    for j in range(n):
-        size_of_error = abs(np.float64(td_errors[j]))
-        base = size_of_error + eps
-        # What is above zero stays so, also where the power is too small for a float
-        priority = max(base**alpha, SMALLEST_PRIORITY) if base > 0.0 else base**alpha
-        priorities[j] = priority
-        if not (0 <= indices[j] < size and size_of_error < np.inf and priority <= limit):
-            is_valid = False
+    priorities = np.empty(len(indices))
+    is_valid = priorities_into(td_errors, indices, size, eps, alpha, limit, priorities)
     return priorities, is_valid
 
 
@@ -168,3 +256,45 @@ def batch_means(td_errors: Float32Array, weights: Float32Array) -> tuple[float, 
         ess_sum += min(total * total / (n * squares), 1.0) if squares > 0.0 else 1.0
     n_all = n_batches * n
     return error_sum / n_all, weight_sum / n_all, ess_sum / n_batches
+
+
+@compile_kernel
+def note_draws(
+    indices: IntArray,
+    pos: int,
+    n_envs: int,
+    counts: npt.NDArray[np.int32],
+    totals: IntArray,
+    latest_ages: IntArray,
+) -> int:
+    """
+    Count the draws of a batch; see :class:`~sb3_per.buffers.draws.DrawRecord`.
+
+    :param indices: which transitions were drawn, shape ``(n,)``
+    :param pos: the row that is written next
+    :param n_envs: number of transitions in each row
+    :param counts: number of draws of each transition, shape ``(n_rows * n_envs,)``; updated
+    :param totals: number of all draws and sum of their ages, shape ``(2,)``; updated
+    :param latest_ages: ages of the latest draws, draw ``i`` at ``i % n_latest``, shape
+        ``(n_latest,)``; updated
+    :return: -1, or the position in ``indices`` of the first one that is outside ``[0, n_rows *
+        n_envs)``; nothing is updated then
+    """
+    n = indices.shape[0]
+    n_transitions = counts.shape[0]
+    n_latest = latest_ages.shape[0]
+    for j in range(n):
+        if not 0 <= indices[j] < n_transitions:
+            return j
+    newest = (pos - 1) * n_envs
+    for j in range(n):
+        i = indices[j]
+        age = newest - i // n_envs * n_envs
+        if age < 0:
+            # The buffer went round since
+            age += n_transitions
+        counts[i] += 1
+        latest_ages[totals[0] % n_latest] = age
+        totals[0] += 1
+        totals[1] += age
+    return -1

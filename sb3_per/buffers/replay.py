@@ -11,6 +11,7 @@ from gymnasium import spaces
 from stable_baselines3.common.buffers import NStepReplayBuffer, ReplayBuffer
 from stable_baselines3.common.vec_env import VecNormalize
 
+from sb3_per.buffers.draws import DrawRecord
 from sb3_per.buffers.kernels import (
     SMALLEST_PRIORITY,
     gather,
@@ -19,8 +20,9 @@ from sb3_per.buffers.kernels import (
     weights_of,
 )
 from sb3_per.buffers.samples import PrioritizedReplayBufferSamples
+from sb3_per.trees.priority_tree import as_floats, as_indices
 from sb3_per.trees.rank_tree import RankTree
-from sb3_per.trees.sum_tree import SumTree, as_floats, as_indices
+from sb3_per.trees.sum_tree import SumTree
 
 __all__ = [
     "InitialPriority",
@@ -239,6 +241,8 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         # Counted only until the first update
         self._n_draws_unanswered = 0
         self._was_updated = False
+        #: What was drawn since :meth:`record_draws` was first called; None before
+        self.draws: DrawRecord | None = None
         self._start_tree()
 
     @classmethod
@@ -380,6 +384,20 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         stored_bytes = sum(array.nbytes for array in arrays if isinstance(array, np.ndarray))
         return stored_bytes + self.tree.nbytes
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Whoever wants draws counted after loading asks again
+        return {**self.__dict__, "draws": None}
+
+    def record_draws(self) -> DrawRecord:
+        """
+        Count from now on how often each transition is drawn by :meth:`sample`.
+
+        :return: the record, :attr:`draws`; the same one however often this is called
+        """
+        if self.draws is None:
+            self.draws = DrawRecord(self.buffer_size, self.n_envs)
+        return self.draws
+
     def add(
         self,
         obs: Array,
@@ -402,6 +420,8 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         # Read both before SB3 moves on: the row being overwritten counts in the maximum.
         row = self.pos
         priority = self.tree.max_priority or 1.0
+        if self.draws is not None:
+            self.draws.forget(self.pos)
         super().add(obs, next_obs, action, reward, done, infos)
         self._enter(row, row + 1, priority)
 
@@ -616,6 +636,8 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         super().reset()
         self._kept_observations.clear()
         self._start_tree()
+        if self.draws is not None:
+            self.draws.forget(slice(None))
 
     def sample(  # type: ignore[override]
         self, batch_size: int, env: VecNormalize | None = None
@@ -631,6 +653,8 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         if self.tree.total == 0.0:
             raise ValueError(self._why_nothing_can_be_drawn())
         indices, masses = self.tree.sample(batch_size)
+        if self.draws is not None:
+            self.draws.note(indices, self.pos)
         if not self._was_updated:
             self._count_unanswered_draw()
         return self._get_samples(indices, env)._replace(weights=self._weights_of(masses))

@@ -1,12 +1,8 @@
 """Callbacks that look into the replay buffer while an agent trains."""
 
-from sb3_per.callbacks.statistics import (
-    PERLoggerCallback,
-    ReplaySnapshot,
-    ReplaySnapshotCallback,
-    drawable_indices,
-    td_errors_in_buffer,
-)
+from sb3_per.callbacks.snapshots import ReplaySnapshot, ReplaySnapshotCallback
+from sb3_per.callbacks.statistics import PERLoggerCallback
+from sb3_per.callbacks.td_errors import drawable_indices, td_errors_in_buffer
 
 __all__ = [
     "PERLoggerCallback",

@@ -21,7 +21,7 @@ from stable_baselines3.common.vec_env import (
     sync_envs_normalization,
 )
 
-from sb3_per.callbacks.statistics import ReplaySnapshot, ReplaySnapshotCallback
+from sb3_per.callbacks import ReplaySnapshot, ReplaySnapshotCallback
 from sb3_per.compare.agents import parse_agent
 from sb3_per.compare.hyperparams import Hyperparams, options_of, wrapper_of
 from sb3_per_envs.blind_cliffwalk import BlindCliffwalkEnv

@@ -4,7 +4,7 @@ The loops under :class:`~sb3_per.trees.rank_tree.RankTree`, compiled by numba.
 A leaf above zero is *ranked*: it has an entry, one signed 64-bit integer whose high bits are the
 complement of the priority's leading bits and whose low ``shift`` bits are the number of the leaf.
 Entries in ascending order are therefore leaves in the order of their ranks, ties by leaf number,
-and one comparison of integers decides. Entries lie in a tree of three floors:
+and one comparison of integers decides. Entries lie in a tree of three levels:
 
 * *blocks* of up to ``BLOCK`` entries, sorted, the rest padded with ``LAST``;
 * *nodes* of up to ``FANOUT`` children, which are blocks, each child with a separator and a count;
@@ -13,14 +13,14 @@ and one comparison of integers decides. Entries lie in a tree of three floors:
 A separator is the largest entry that may lie below a child: it is at least the child's last entry
 and less than the first one of the next child. That of the last child is ``LAST``.
 
-Blocks split when they are full and go when they are empty; they never merge. When no block is left
-for a split, everything is laid out anew, three quarters full. That needs many splits before it
-happens again, so that it adds little to the cost of an insertion, on average.
+Blocks split when they are full and are freed when they are empty; they never merge. When no block
+is left for a split, everything is laid out again, three quarters full. That takes many splits
+before it happens once more, so that it adds little to the cost of an insertion, on average.
 
 In the arrays, ``keys`` has the blocks first, then the separators of the nodes, then those of the
 top. A *slot* is a place for a child: ``FANOUT`` in each node, then one for each node in the top.
 Indices in the innermost loops are unsigned: numba guards every signed index against being negative.
-No input is checked here; that is the tree's part.
+The tree checks what it is given; no kernel does, unless it says so.
 """
 
 from typing import NamedTuple
@@ -28,7 +28,15 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from sb3_per.trees.sum_kernels import FloatArray, IntArray, compile_kernel
+from sb3_per.trees.sum_kernels import (
+    FOUND,
+    NO_MASS,
+    FloatArray,
+    IntArray,
+    compile_kernel,
+    copy_array,
+    first_fault,
+)
 
 ShortArray = npt.NDArray[np.int32]
 Integer = int | np.int64
@@ -37,7 +45,9 @@ BLOCK = 64
 FANOUT = 64
 #: Entries in a line of the cache
 LINE = 8
-#: How full blocks and nodes are when all is laid out anew
+#: Of how many leaves at least a batch must be to be sorted together with all others
+FEW = 1024
+#: How full blocks and nodes are after a new layout
 FILLED_BLOCK = BLOCK * 3 // 4
 FILLED_NODE = FANOUT * 3 // 4
 #: Pads blocks, and stands above every entry
@@ -48,10 +58,13 @@ N_RANKED = 0
 N_TOP = 1
 N_FREE_BLOCKS = 2
 N_FREE_NODES = 3
-#: Leaves of the first and of the last rank
+#: Leaves of the first and of the last rank, when there is any
 FIRST_LEAF = 4
 LAST_LEAF = 5
-HEAD_SIZE = 6
+#: Their priorities, bit by bit: 0 and infinity when there is none
+LARGEST = 6
+SMALLEST = 7
+HEAD_SIZE = 8
 
 _U0 = np.uint64(0)
 _U1 = np.uint64(1)
@@ -59,6 +72,16 @@ _BLOCK = np.uint64(BLOCK)
 _FANOUT = np.uint64(FANOUT)
 # Bits of a leaf that waits for its new priority: no number that is not negative has them
 _PENDING = -1
+_BITS_OF_INFINITY = 0x7FF0 << 48
+
+
+class Masses(NamedTuple):
+    """What masses the ranks have, for one alpha: the mass of rank ``r`` is ``r ** -alpha``."""
+
+    alpha: float
+    sums: FloatArray  # [capacity], of :func:`cumulate`
+    guide: IntArray  # of :func:`make_guide`
+    scale: float  # steps of the guide for a mass of 1
 
 
 class Ranks(NamedTuple):
@@ -77,8 +100,8 @@ class Ranks(NamedTuple):
 @compile_kernel
 def entry_of(bits: Integer, leaf: Integer, shift: Integer) -> Integer:
     """
-    :param bits: of a priority above zero, as an integer
-    :param leaf: its number
+    :param bits: bits of a priority above zero, as an integer
+    :param leaf: number of its leaf
     :param shift: how many bits a leaf number may need
     :return: the entry: smaller for a larger priority, and then for a smaller leaf number
     """
@@ -93,7 +116,7 @@ def _lower(keys: IntArray, start: Integer, n: Integer, entry: Integer) -> Intege
     """
     :param start: where some separators begin
     :param n: how many there are; the last one is not below ``entry``
-    :return: place of the first one that is not below ``entry``, counted from ``start``
+    :return: position of the first one that is not below ``entry``, counted from ``start``
     """
     low = np.uint64(start)
     left = np.uint64(n)
@@ -119,7 +142,7 @@ def _count_below(keys: IntArray, start: Integer, entry: Integer) -> Integer:
 
 
 @compile_kernel
-def _find(tree: Ranks, entry: Integer) -> tuple[Integer, Integer]:
+def _search(tree: Ranks, entry: Integer) -> tuple[Integer, Integer]:
     """
     Find where an entry belongs.
 
@@ -138,7 +161,7 @@ def _find(tree: Ranks, entry: Integer) -> tuple[Integer, Integer]:
 @compile_kernel
 def _belongs(tree: Ranks, top: Integer, slot: Integer, entry: Integer) -> bool:
     """
-    Check whether an entry still belongs where it did before slots have changed.
+    Check whether an entry still belongs where it did before slots changed.
 
     :param top: slot in the top, which may be another node's by now
     :param slot: slot in the node that was there
@@ -160,16 +183,16 @@ def _belongs(tree: Ranks, top: Integer, slot: Integer, entry: Integer) -> bool:
 
 
 @compile_kernel
-def _find_all(tree: Ranks, entries: IntArray, n: int, tops: IntArray, slots: IntArray) -> Integer:
+def _search_all(tree: Ranks, entries: IntArray, n: int, tops: IntArray, slots: IntArray) -> Integer:
     """
-    :func:`_find` for many entries, all one step further at a time, so that their memory accesses
-    overlap. Counts and blocks are then read, one number of each line of the cache, for the same
-    reason: whoever changes them next finds them at hand.
+    :func:`_search` for many entries, all one step further at a time, so that their memory accesses
+    overlap. Counts and blocks are then read, one number of each cache line, for the same reason:
+    what changes them next finds them in the cache.
 
-    :param entries: the first ``n`` count
+    :param entries: the first ``n`` are looked for
     :param tops: receives slots in the top
     :param slots: receives slots in nodes
-    :return: nothing of interest, but the compiler must not know
+    :return: a number made of all that was read, without which the compiler would leave that out
     """
     n_nodes = tree.sizes.shape[0]
     keys = tree.keys
@@ -210,9 +233,9 @@ def _find_all(tree: Ranks, entries: IntArray, n: int, tops: IntArray, slots: Int
 
 
 @compile_kernel
-def pack(tree: Ranks, entries: IntArray) -> None:
+def _pack(tree: Ranks, entries: IntArray) -> None:
     """
-    Lay out all entries anew, evenly.
+    Make a new layout of all entries, with blocks and nodes that are evenly filled.
 
     :param entries: all of them, sorted
     """
@@ -256,7 +279,7 @@ def pack(tree: Ranks, entries: IntArray) -> None:
 
 
 @compile_kernel
-def entries_in_order(tree: Ranks) -> IntArray:
+def _entries_in_order(tree: Ranks) -> IntArray:
     """
     Read all blocks.
 
@@ -331,20 +354,20 @@ def _remove_all(tree: Ranks, entries: IntArray, n: int) -> None:
     """
     Take out entries.
 
-    What happens to each is written down here and not in a function of its own, which would get
-    all the arrays handed over each time.
+    The loop's body is not a function of its own, which would get all the arrays handed over each
+    time.
 
-    :param entries: the first ``n`` count
+    :param entries: the first ``n`` are taken out; all of them are there
     """
     keys, kids, counts, head = tree.keys, tree.kids, tree.counts, tree.head
     tops = np.empty(n, np.int64)
     slots = np.empty(n, np.int64)
-    _find_all(tree, entries, n, tops, slots)
+    _search_all(tree, entries, n, tops, slots)
     changed = False
     for j in range(n):
         top, slot = tops[j], slots[j]
         if changed and not _belongs(tree, top, slot, entries[j]):
-            top, slot = _find(tree, entries[j])
+            top, slot = _search(tree, entries[j])
         start = np.int64(kids[slot]) * BLOCK
         first = np.uint64(start)
         for i in range(_count_below(keys, start, entries[j]), BLOCK - 1):
@@ -466,14 +489,14 @@ def _split(tree: Ranks, top: Integer, slot: Integer, entry: Integer) -> tuple[In
     head = tree.head
     node_is_full = tree.sizes[tree.kids[top]] == FANOUT
     if head[N_FREE_BLOCKS] == 0 or (node_is_full and head[N_FREE_NODES] == 0):
-        pack(tree, entries_in_order(tree))
-        return _find(tree, entry)
+        _pack(tree, _entries_in_order(tree))
+        return _search(tree, entry)
     if node_is_full:
         _split_node(tree, top)
-        top, slot = _find(tree, entry)
+        top, slot = _search(tree, entry)
     place = _count_below(tree.keys, np.int64(tree.kids[slot]) * BLOCK, entry)
     _split_block(tree, top, slot, place)
-    return _find(tree, entry)
+    return _search(tree, entry)
 
 
 @compile_kernel
@@ -481,17 +504,17 @@ def _insert_all(tree: Ranks, entries: IntArray, n: int) -> None:
     """
     Put in entries.
 
-    :param entries: the first ``n`` count
+    :param entries: the first ``n`` are put in; none of them is there yet
     """
     keys, kids, counts, head = tree.keys, tree.kids, tree.counts, tree.head
     tops = np.empty(n, np.int64)
     slots = np.empty(n, np.int64)
-    _find_all(tree, entries, n, tops, slots)
+    _search_all(tree, entries, n, tops, slots)
     changed = False
     for j in range(n):
         top, slot = tops[j], slots[j]
         if changed and not _belongs(tree, top, slot, entries[j]):
-            top, slot = _find(tree, entries[j])
+            top, slot = _search(tree, entries[j])
         if counts[slot] == BLOCK:
             top, slot = _split(tree, top, slot, entries[j])
             changed = True
@@ -508,15 +531,18 @@ def _insert_all(tree: Ranks, entries: IntArray, n: int) -> None:
 
 
 @compile_kernel
-def note_ends(tree: Ranks, shift: int) -> None:
+def _note_ends(tree: Ranks, shift: int) -> None:
     """
-    Note the leaves of the first and of the last rank.
+    Note the leaves of the first and of the last rank, and their priorities.
 
     :param shift: how many bits a leaf number may need
     """
     head = tree.head
     if head[N_RANKED] == 0:
+        head[LARGEST] = 0
+        head[SMALLEST] = _BITS_OF_INFINITY
         return
+    bits = tree.leaves.view(np.int64)
     mask = (1 << shift) - 1
     top = tree.sizes.shape[0] * FANOUT
     node = np.int64(tree.kids[top])
@@ -526,6 +552,55 @@ def note_ends(tree: Ranks, shift: int) -> None:
     slot = node * FANOUT + tree.sizes[node] - 1
     last = np.int64(tree.kids[slot]) * BLOCK + tree.counts[slot] - 1
     head[LAST_LEAF] = tree.keys[last] & mask
+    head[LARGEST] = bits[head[FIRST_LEAF]]
+    head[SMALLEST] = bits[head[LAST_LEAF]]
+
+
+@compile_kernel
+def _sort(numbers: IntArray) -> IntArray:
+    """
+    Sort by one byte after the other, the last one first. numba's own sort takes five times as long,
+    and seconds more to compile.
+
+    :param numbers: not negative; overwritten
+    :return: the same ones, ascending
+    """
+    n = numbers.shape[0]
+    to = np.empty(n, np.int64)
+    for byte in range(8):
+        ends = np.zeros(256, np.int64)
+        for j in range(n):
+            ends[(numbers[j] >> 8 * byte) & 255] += 1
+        if n == 0 or ends[(numbers[0] >> 8 * byte) & 255] == n:
+            # All have the same
+            continue
+        for value in range(1, 256):
+            ends[value] += ends[value - 1]
+        # From the end, so that those with the same byte keep their order
+        for j in range(n - 1, -1, -1):
+            value = (numbers[j] >> 8 * byte) & 255
+            ends[value] -= 1
+            to[ends[value]] = numbers[j]
+        numbers, to = to, numbers
+    return numbers
+
+
+@compile_kernel
+def _arrange(tree: Ranks, shift: int) -> None:
+    """
+    Make everything from the leaves.
+
+    :param shift: how many bits a leaf number may need
+    """
+    bits = tree.leaves.view(np.int64)
+    entries = np.empty(bits.shape[0], np.int64)
+    n = 0
+    for leaf in range(bits.shape[0]):
+        if bits[leaf] > 0:
+            entries[n] = entry_of(bits[leaf], leaf, shift)
+            n += 1
+    _pack(tree, _sort(entries[:n]))
+    _note_ends(tree, shift)
 
 
 # --- what the tree calls ---
@@ -546,7 +621,8 @@ def write(
     priorities: FloatArray,
 ) -> None:
     """
-    Set leaves: take their old entries out, then put the new ones in.
+    Set leaves: take their old entries out, then put the new ones in. Where these are many, sorting
+    all entries takes less time.
 
     :param leaves: this and the next ones are the arrays of :class:`Ranks`
     :param shift: how many bits a leaf number may need
@@ -556,6 +632,12 @@ def write(
     tree = Ranks(leaves, keys, kids, counts, sizes, free_blocks, free_nodes, head)
     bits = leaves.view(np.int64)
     n = indices.shape[0]
+    if n > max(FEW, leaves.shape[0] // 4):
+        for j in range(n):
+            # Adding zero makes 0.0 of -0.0
+            leaves[np.uint64(indices[j])] = priorities[j] + 0.0
+        _arrange(tree, shift)
+        return
     entries = np.empty(n, np.int64)
     n_old = 0
     for j in range(n):
@@ -573,13 +655,55 @@ def write(
         leaf = np.uint64(indices[j])
         if bits[leaf] != _PENDING:
             continue
-        # Adding zero makes 0.0 of -0.0
         leaves[leaf] = priorities[j] + 0.0
         if priorities[j] > 0.0:
             first_new -= 1
             entries[first_new] = entry_of(bits[leaf], indices[j], shift)
     _insert_all(tree, entries[first_new:], n - first_new)
-    note_ends(tree, shift)
+    _note_ends(tree, shift)
+
+
+@compile_kernel
+def checked_write(
+    leaves: FloatArray,
+    keys: IntArray,
+    kids: ShortArray,
+    counts: ShortArray,
+    sizes: ShortArray,
+    free_blocks: ShortArray,
+    free_nodes: ShortArray,
+    head: IntArray,
+    shift: int,
+    indices: IntArray,
+    priorities: FloatArray,
+    limit: float,
+) -> int:
+    """
+    :func:`write`, unless :func:`first_fault` finds one: then nothing is written.
+
+    :param leaves: this and the next ones are the arrays of :class:`Ranks`
+    :param shift: how many bits a leaf number may need
+    :param indices: shape ``(n,)``
+    :param priorities: shape ``(n,)``
+    :param limit: largest priority that is allowed
+    :return: position of the fault, or -1
+    """
+    at = first_fault(indices, priorities, leaves.shape[0], limit)
+    if at < 0:
+        write(
+            leaves,
+            keys,
+            kids,
+            counts,
+            sizes,
+            free_blocks,
+            free_nodes,
+            head,
+            shift,
+            indices,
+            priorities,
+        )
+    return at
 
 
 @compile_kernel
@@ -626,11 +750,11 @@ def fill(
         _remove_all(tree, old_entries, n_old)
     if n_new > 0:
         _insert_all(tree, entries, n_new)
-    note_ends(tree, shift)
+    _note_ends(tree, shift)
 
 
 @compile_kernel
-def build(
+def arrange(
     leaves: FloatArray,
     keys: IntArray,
     kids: ShortArray,
@@ -640,18 +764,31 @@ def build(
     free_nodes: ShortArray,
     head: IntArray,
     shift: int,
-    entries: IntArray,
 ) -> None:
     """
-    Begin with entries that are known already.
+    Make everything from the leaves.
 
     :param leaves: this and the next ones are the arrays of :class:`Ranks`
     :param shift: how many bits a leaf number may need
-    :param entries: those of all leaves above zero, sorted
     """
-    tree = Ranks(leaves, keys, kids, counts, sizes, free_blocks, free_nodes, head)
-    pack(tree, entries)
-    note_ends(tree, shift)
+    _arrange(Ranks(leaves, keys, kids, counts, sizes, free_blocks, free_nodes, head), shift)
+
+
+@compile_kernel
+def copy(tree: Ranks, to: Ranks) -> None:
+    """
+    Copy a tree as it is at one moment. NumPy would let other threads write meanwhile.
+
+    :param to: receives all arrays, same shapes
+    """
+    copy_array(tree.leaves, to.leaves)
+    copy_array(tree.keys, to.keys)
+    copy_array(tree.kids, to.kids)
+    copy_array(tree.counts, to.counts)
+    copy_array(tree.sizes, to.sizes)
+    copy_array(tree.free_blocks, to.free_blocks)
+    copy_array(tree.free_nodes, to.free_nodes)
+    copy_array(tree.head, to.head)
 
 
 @compile_kernel
@@ -692,7 +829,7 @@ def masses_of(ranks: IntArray, alpha: float, masses: FloatArray) -> None:
 @compile_kernel
 def make_guide(sums: FloatArray, scale: float, guide: IntArray) -> None:
     """
-    Note for equal steps of mass where in the sums they begin.
+    For equal steps of mass, note where in the sums they begin.
 
     :param sums: of :func:`cumulate`
     :param scale: steps for a mass of 1
@@ -727,7 +864,7 @@ def _first_above(sums: FloatArray, low: Integer, high: Integer, value: float) ->
 
 
 @compile_kernel
-def find_ranks(
+def _find_ranks(
     sums: FloatArray, guide: IntArray, scale: float, values: FloatArray, ranks: IntArray
 ) -> None:
     """
@@ -795,7 +932,35 @@ def _select(tree: Ranks, shift: int, ranks: IntArray) -> None:
 
 
 @compile_kernel
-def select(
+def _locate(
+    tree: Ranks,
+    shift: int,
+    alpha: float,
+    sums: FloatArray,
+    guide: IntArray,
+    scale: float,
+    values: FloatArray,
+    indices: IntArray,
+) -> None:
+    """
+    Find the leaves whose intervals of mass hold some values.
+
+    :param shift: how many bits a leaf number may need
+    :param alpha: this and the next ones are :class:`Masses`
+    :param values: shape ``(n,)``, ascending, in ``[0, total]``; replaced by the masses found
+    :param indices: shape ``(n,)``, receives the numbers of the leaves, in the order of their ranks
+    """
+    below_total = np.nextafter(sums[tree.head[N_RANKED] - 1], 0.0)
+    for j in range(values.shape[0]):
+        # The total itself belongs to no rank
+        values[j] = min(values[j], below_total)
+    _find_ranks(sums, guide, scale, values, indices)
+    masses_of(indices, alpha, values)
+    _select(tree, shift, indices)
+
+
+@compile_kernel
+def find(
     leaves: FloatArray,
     keys: IntArray,
     kids: ShortArray,
@@ -805,16 +970,32 @@ def select(
     free_nodes: ShortArray,
     head: IntArray,
     shift: int,
-    ranks: IntArray,
-) -> None:
+    alpha: float,
+    sums: FloatArray,
+    guide: IntArray,
+    scale: float,
+    values: FloatArray,
+    indices: IntArray,
+) -> int:
     """
-    Find the leaves of some ranks.
+    Find the leaves whose intervals of mass hold some values, if all values are in ``[0, total]``.
 
     :param leaves: this and the next ones are the arrays of :class:`Ranks`
     :param shift: how many bits a leaf number may need
-    :param ranks: shape ``(n,)``, ascending, counted from 0, all taken; replaced by the leaves
+    :param alpha: this and the next ones are :class:`Masses`
+    :param values: shape ``(n,)``, ascending; replaced by the masses found
+    :param indices: shape ``(n,)``, receives the numbers of the leaves, in the order of their ranks
+    :return: ``FOUND``, ``NO_MASS``, or the position of the first value that is outside
     """
-    _select(Ranks(leaves, keys, kids, counts, sizes, free_blocks, free_nodes, head), shift, ranks)
+    if head[N_RANKED] == 0:
+        return NO_MASS
+    total = sums[head[N_RANKED] - 1]
+    for j in range(values.shape[0]):
+        if not 0.0 <= values[j] <= total:
+            return j
+    tree = Ranks(leaves, keys, kids, counts, sizes, free_blocks, free_nodes, head)
+    _locate(tree, shift, alpha, sums, guide, scale, values, indices)
+    return FOUND
 
 
 @compile_kernel
@@ -834,30 +1015,55 @@ def draw(
     scale: float,
     uniforms: FloatArray,
     indices: IntArray,
-) -> None:
+) -> bool:
     """
     Stratified draw: cut the total mass into equal parts and take one point in each.
 
     :param leaves: this and the next ones are the arrays of :class:`Ranks`
     :param shift: how many bits a leaf number may need
-    :param alpha: the mass of rank ``r`` is ``r ** -alpha``
-    :param sums: of :func:`cumulate`
-    :param guide: of :func:`make_guide`
-    :param scale: steps of the guide for a mass of 1
+    :param alpha: this and the next ones are :class:`Masses`
     :param uniforms: shape ``(n,)``, in ``[0, 1)``, the place inside each stratum; replaced by the
         masses drawn
     :param indices: shape ``(n,)``, receives the numbers of the leaves, in the order of their ranks
+    :return: whether there was a leaf above zero
     """
-    tree = Ranks(leaves, keys, kids, counts, sizes, free_blocks, free_nodes, head)
+    if head[N_RANKED] == 0:
+        return False
     n = uniforms.shape[0]
     total = sums[head[N_RANKED] - 1]
-    below_total = np.nextafter(total, 0.0)
     for j in range(n):
-        # Rounding can lead to the total itself, which belongs to no rank
-        uniforms[j] = min((j + uniforms[j]) / n * total, below_total)
-    find_ranks(sums, guide, scale, uniforms, indices)
-    masses_of(indices, alpha, uniforms)
-    _select(tree, shift, indices)
+        uniforms[j] = (j + uniforms[j]) / n * total
+    tree = Ranks(leaves, keys, kids, counts, sizes, free_blocks, free_nodes, head)
+    _locate(tree, shift, alpha, sums, guide, scale, uniforms, indices)
+    return True
+
+
+@compile_kernel
+def all_ranks(
+    leaves: FloatArray,
+    keys: IntArray,
+    kids: ShortArray,
+    counts: ShortArray,
+    sizes: ShortArray,
+    free_blocks: ShortArray,
+    free_nodes: ShortArray,
+    head: IntArray,
+    shift: int,
+    ranks: IntArray,
+) -> None:
+    """
+    Find the ranks of all leaves.
+
+    :param leaves: this and the next ones are the arrays of :class:`Ranks`
+    :param shift: how many bits a leaf number may need
+    :param ranks: shape ``(capacity,)``, receives ranks counted from 1, and 0 for a leaf of zero
+    """
+    tree = Ranks(leaves, keys, kids, counts, sizes, free_blocks, free_nodes, head)
+    entries = _entries_in_order(tree)
+    mask = (1 << shift) - 1
+    ranks[:] = 0
+    for i in range(entries.shape[0]):
+        ranks[entries[i] & mask] = i + 1
 
 
 @compile_kernel
@@ -893,7 +1099,7 @@ def ranks_of(
         ranks[j] = 0
         if leaves[leaf] > 0.0:
             entry = entry_of(bits[leaf], leaf, shift)
-            top, slot = _find(tree, entry)
+            top, slot = _search(tree, entry)
             rank = before[top - first_top]
             for i in range(np.int64(kids[top]) * FANOUT, slot):
                 rank += counts[i]

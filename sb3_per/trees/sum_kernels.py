@@ -12,21 +12,25 @@ power of two, the number of the node above block 0):
   Group ``k`` is node ``max(first // 8, 1) + k``.
 
 A batch goes down (or up) one level at a time, so that the memory accesses of its members overlap.
-Node numbers are unsigned: numba guards every signed index against being negative. No input is
-checked here; that is the tree's part.
+Node numbers are unsigned: numba guards every signed index against being negative. The tree checks
+what it is given; no kernel does, unless it says so.
 """
 
+import contextlib
 from collections.abc import Callable
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numba
 import numpy as np
 import numpy.typing as npt
+from numba.core.caching import NullCache
+from numba.core.registry import CPUDispatcher
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 NodeArray = npt.NDArray[np.uint64]
 _F = TypeVar("_F", bound=Callable[..., object])
+_T = TypeVar("_T", bound=np.generic)
 
 BLOCK = 8
 GROUP = 64
@@ -44,21 +48,64 @@ _U64 = np.uint64(64)
 _NOWHERE = np.uint64(2**64 - 1)
 
 
-def compile_kernel(function: _F) -> _F:
+#: What :func:`find` returns when all values were found, and when no leaf is above zero
+FOUND = -1
+NO_MASS = -2
+
+
+class Kernel(CPUDispatcher):  # type: ignore[misc]  # numba's classes have no types
     """
-    Compile on the first call and keep the result on disk.
+    A function compiled by numba that does without numba's cache on disk where that fails: a full
+    disk, a folder that can't be written, a damaged file. numba itself lets such errors out of the
+    call, though it could compile the function just as well.
+    """
+
+    def compile(self, sig: Any) -> Any:
+        """
+        :param sig: types of the arguments
+        :return: what numba calls for them
+        """
+        try:
+            return super().compile(sig)
+        except Exception:
+            # What damaged files raise when they are unpickled can be anything
+            if isinstance(self._cache, NullCache):
+                raise
+        with contextlib.suppress(Exception):
+            # A process that comes later can then store its own result
+            self._cache.flush()
+        self._cache = NullCache()
+        return super().compile(sig)
+
+
+def compile_kernel(function: _F, fastmath: frozenset[str] = frozenset()) -> _F:
+    """
+    Compile a function on its first call and keep the result on disk. Two rules hold for every
+    kernel:
+
+    * It holds the GIL (no ``nogil``). A kernel that writes would otherwise leave the arrays half
+      changed for other threads, and one that reads sizes, counts or places in one array to go to
+      another would leave its memory when they change under it. That concerns all kernels of the
+      trees and of the buffers, so that none lets the GIL go. As nothing interrupts a kernel, a tree
+      changes from one valid state to the next, whatever threads or signals do.
+    * A kernel that Python calls takes the arrays that it fills, and returns numbers or nothing.
+      numba runs Python code to turn an array into an object; when a signal's handler raises there
+      (Ctrl-C), numba goes on with the exception set, and the caller gets a ``SystemError`` in place
+      of a ``KeyboardInterrupt``.
 
     :param function: function in numba's subset of Python
-    :return: its compiled form; strict IEEE arithmetic (no ``fastmath``), because the tree promises
-        that a node equals the sum of its children to the last bit
+    :param fastmath: what LLVM may do to float arithmetic beyond IEEE 754; nothing by default,
+        because the trees promise that a node equals the sum of its children to the last bit
+    :return: its compiled form; the function itself when ``NUMBA_DISABLE_JIT`` is set
     """
-    try:
-        compiled = numba.njit(cache=True, nogil=True, error_model="numpy")(function)
-    except RuntimeError:
-        # Neither the folder of the package nor a cache folder of the user can be written:
-        # compile again in every process rather than fail.
-        compiled = numba.njit(nogil=True, error_model="numpy")(function)
-    return cast(_F, compiled)
+    if numba.config.DISABLE_JIT:
+        return function
+    options = {"nopython": True, "error_model": "numpy", "fastmath": set(fastmath)}
+    kernel = Kernel(function, targetoptions=options)
+    # RuntimeError: neither the package's folder nor the user's cache folder can be written
+    with contextlib.suppress(OSError, RuntimeError):
+        kernel.enable_caching()
+    return cast(_F, kernel)
 
 
 @compile_kernel
@@ -175,14 +222,14 @@ def _follow_extremes(
 
 
 @compile_kernel
-def descend(
+def _descend(
     leaves: FloatArray, sums: FloatArray, first: int, values: FloatArray, indices: IntArray
 ) -> None:
     """
     Find the leaf whose cumulative interval holds each value.
 
-    It goes right where the value reaches the left sum *and* there is mass on the right. So a leaf
-    of zero is never reached, also where rounding carries a value past the end of an interval.
+    The way goes right where the value reaches the left sum *and* there is mass on the right. So a
+    leaf of zero is never reached, also where rounding carries a value past the end of an interval.
 
     :param first: number of the node above block 0
     :param values: shape ``(n,)``, in ``[0, total]``; replaced by the leaves found
@@ -223,9 +270,31 @@ def descend(
 
 
 @compile_kernel
+def find(
+    leaves: FloatArray, sums: FloatArray, first: int, values: FloatArray, indices: IntArray
+) -> int:
+    """
+    Find the leaf whose cumulative interval holds each value, if all values are in ``[0, total]``.
+
+    :param first: number of the node above block 0
+    :param values: shape ``(n,)``; replaced by the leaves found
+    :param indices: shape ``(n,)``, receives the numbers of the leaves
+    :return: ``FOUND``, ``NO_MASS``, or the position of the first value that is outside
+    """
+    total = sums[1]
+    if total == 0.0:
+        return NO_MASS
+    for j in range(values.shape[0]):
+        if not 0.0 <= values[j] <= total:
+            return j
+    _descend(leaves, sums, first, values, indices)
+    return FOUND
+
+
+@compile_kernel
 def draw(
     leaves: FloatArray, sums: FloatArray, first: int, uniforms: FloatArray, indices: IntArray
-) -> None:
+) -> bool:
     """
     Stratified draw: cut the total into equal masses and take one point in each.
 
@@ -233,13 +302,17 @@ def draw(
     :param uniforms: shape ``(n,)``, in ``[0, 1)``, the place inside each stratum; replaced by the
         leaves drawn
     :param indices: shape ``(n,)``, receives the numbers of the leaves, in ascending order
+    :return: whether there was a leaf above zero
     """
     n = uniforms.shape[0]
     total = sums[1]
+    if total == 0.0:
+        return False
     for j in range(n):
         # Not times total / n, which is zero for the smallest of totals
         uniforms[j] = (j + uniforms[j]) / n * total
-    descend(leaves, sums, first, uniforms, indices)
+    _descend(leaves, sums, first, uniforms, indices)
+    return True
 
 
 @compile_kernel
@@ -437,3 +510,33 @@ def checked_write(
     if at < 0:
         write(leaves, sums, extremes, first, indices, priorities)
     return at
+
+
+@compile_kernel
+def copy_array(array: npt.NDArray[_T], to: npt.NDArray[_T]) -> None:
+    """
+    :param array: shape ``(n,)``
+    :param to: same shape, receives what is in the array
+    """
+    for i in range(array.shape[0]):
+        to[i] = array[i]
+
+
+@compile_kernel
+def copy(
+    leaves: FloatArray,
+    sums: FloatArray,
+    extremes: FloatArray,
+    to_leaves: FloatArray,
+    to_sums: FloatArray,
+    to_extremes: FloatArray,
+) -> None:
+    """
+    Copy a tree as it is at one moment. NumPy would let other threads write meanwhile.
+
+    :param leaves: this and the next two are the arrays of the tree
+    :param to_leaves: this and the next two receive them, same shapes
+    """
+    copy_array(leaves, to_leaves)
+    copy_array(sums, to_sums)
+    copy_array(extremes, to_extremes)

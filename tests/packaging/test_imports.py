@@ -43,6 +43,7 @@ ARRAYS = {"numba", "numpy", "sb3_per"}
 ALLOWED = dict.fromkeys(RANKS, CORE) | {
     "sb3_per": CORE | {"sb3_contrib"},
     "sb3_per.__main__": CORE | {"sb3_contrib"} | EXPERIMENTS,
+    "sb3_per.buffers.draws": ARRAYS,
     "sb3_per.buffers.importance": {"numpy"},
     "sb3_per.buffers.kernels": ARRAYS,
     "sb3_per.cli": CORE | {"sb3_contrib"} | EXPERIMENTS,

@@ -15,7 +15,7 @@ from stable_baselines3.her.her_replay_buffer import HerReplayBuffer
 from torch import nn
 
 from sb3_per import PERDQN, PrioritizedReplayBuffer
-from sb3_per.callbacks.statistics import td_errors_in_buffer
+from sb3_per.callbacks import td_errors_in_buffer
 from sb3_per.per_qrdqn import PERQRDQN
 
 ALGORITHMS = (PERDQN, PERQRDQN)

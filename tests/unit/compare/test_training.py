@@ -141,7 +141,7 @@ def test_tables_of_a_run(models: list[Any]) -> None:
 
 
 def test_snapshots_are_of_the_buffer_that_there_is(models: list[Any]) -> None:
-    from sb3_per.callbacks.statistics import td_errors_in_buffer
+    from sb3_per.callbacks import td_errors_in_buffer
 
     tables = train(run())
     last = tables["snapshots"].iloc[-1]

@@ -9,7 +9,7 @@ from gymnasium import spaces
 from scipy import stats
 
 from sb3_per import PERDQN
-from sb3_per.callbacks.statistics import td_errors_in_buffer
+from sb3_per.callbacks import td_errors_in_buffer
 from sb3_per.compare.agents import parse_agent
 from sb3_per.compare.settings import SettingsError
 from studies.trials import PERDQNTrial, TrialReplayBuffer
