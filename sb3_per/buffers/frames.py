@@ -27,8 +27,9 @@ SelfFrames = TypeVar("SelfFrames", bound="PrioritizedFrameReplayBuffer")
 #: has ``n + 1`` frames. With episodes shorter than this, the oldest transitions lose theirs.
 SLACK = 16
 
-#: After so many steps without a single stack that is the one before, shifted, none is expected
-STEPS_WITHOUT_SHIFT = 8
+#: After so many transitions without a single stack that is the one before, shifted, none is
+#: expected any more
+N_WITHOUT_SHIFT = 16
 
 
 class PrioritizedFrameReplayBuffer(PrioritizedReplayBuffer):
@@ -213,9 +214,9 @@ class PrioritizedFrameReplayBuffer(PrioritizedReplayBuffer):
 
     def _store_run(self, steps: Steps, start: int, stop: int) -> int:
         if self._n_shifted == 0:
-            if self._n_unshifted >= STEPS_WITHOUT_SHIFT:
+            if self._n_unshifted >= N_WITHOUT_SHIFT:
                 raise ValueError(self._why_nothing_is_shared())
-            stop = min(stop, start + STEPS_WITHOUT_SHIFT)
+            stop = min(stop, start + N_WITHOUT_SHIFT)
         if self.full:
             self._n_lost = np.maximum(self._n_lost - (stop - start), 0)
         return super()._store_run(steps, start, stop)
@@ -224,7 +225,7 @@ class PrioritizedFrameReplayBuffer(PrioritizedReplayBuffer):
         axis = "first" if self._channels_first else "last"
         n_channels = self._frame_stack * self._n_channels
         return (
-            f"in {self._n_unshifted} steps, no next observation was the observation shifted by 1 "
+            f"in {self._n_unshifted} transitions, no next observation was the observation shifted by 1 "
             f"to {self._frame_stack - 1} of its {self._frame_stack} frames (`frame_stack`), so "
             f"that nothing can be stored once: the {n_channels} channels on the {axis} axis of "
             f"{self.observation_space.shape} should be those of {self._frame_stack} frames, the "
@@ -243,10 +244,9 @@ class PrioritizedFrameReplayBuffer(PrioritizedReplayBuffer):
                 newest = int(self._ring.counts[env]) - 1
                 self._newest[row, env] = newest
                 self._depths[row, env] = self._current_depths[env]
-                if self._store_stack(env, self._frames_of(next_obs)):
-                    self._n_shifted += 1
-                else:
-                    self._n_unshifted += 1
+                is_shifted = self._store_stack(env, self._frames_of(next_obs))
+                self._n_shifted += is_shifted
+                self._n_unshifted += not is_shifted
                 self._shifts[row, env] = int(self._ring.counts[env]) - 1 - newest
                 self._next_depths[row, env] = self._current_depths[env]
                 # In the order that it has in memory, so that comparing is fast
@@ -258,7 +258,7 @@ class PrioritizedFrameReplayBuffer(PrioritizedReplayBuffer):
 
         :param env: number of the environment
         :param frames: of the stack, shape ``(frame_stack, frame_size)``
-        :return: whether it is the newest stack shifted by 1 to ``frame_stack - 1`` frames
+        :return: whether it is the newest stack shifted by less than ``frame_stack`` frames
         """
         k, depth, current = self._frame_stack, self._current_depths[env], self._current_frames[env]
         for shift in (1, 0, *range(2, k)) if depth else ():
@@ -277,7 +277,7 @@ class PrioritizedFrameReplayBuffer(PrioritizedReplayBuffer):
         self._ring.append(env, new)
         self._current_depths[env] = depth
         self._current_frames[env] = frames
-        return 0 < shift < k
+        return shift < k
 
     def _admit(self, start: int, stop: int, priority: float) -> None:
         super()._admit(start, stop, priority)

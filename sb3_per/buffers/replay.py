@@ -420,8 +420,6 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         # Read both before SB3 moves on: the row being overwritten counts in the maximum.
         row = self.pos
         priority = self.tree.max_priority or 1.0
-        if self.draws is not None:
-            self.draws.forget(self.pos)
         super().add(obs, next_obs, action, reward, done, infos)
         self._enter(row, row + 1, priority)
 
@@ -553,6 +551,8 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         :param last: one past the last of them
         :param priority: of new transitions
         """
+        if self.draws is not None:
+            self.draws.forget(slice(first, last))
         start, stop = first * self.n_envs, last * self.n_envs
         self._admit(start, stop, priority)
         self._n_adds += last - first
