@@ -225,9 +225,9 @@ class PrioritizedFrameReplayBuffer(PrioritizedReplayBuffer):
         axis = "first" if self._channels_first else "last"
         n_channels = self._frame_stack * self._n_channels
         return (
-            f"in {self._n_unshifted} transitions, no next observation was the observation shifted by 1 "
-            f"to {self._frame_stack - 1} of its {self._frame_stack} frames (`frame_stack`), so "
-            f"that nothing can be stored once: the {n_channels} channels on the {axis} axis of "
+            f"in {self._n_unshifted} transitions, no next observation was the observation shifted "
+            f"by 1 to {self._frame_stack - 1} of its {self._frame_stack} frames (`frame_stack`), "
+            f"so that nothing can be stored once: the {n_channels} channels on the {axis} axis of "
             f"{self.observation_space.shape} should be those of {self._frame_stack} frames, the "
             "newest last. If `frame_stack` is right, the observations are no stacks: use "
             "PrioritizedReplayBuffer."

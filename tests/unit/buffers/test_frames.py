@@ -506,7 +506,8 @@ def test_a_stream_that_never_shifts_is_refused_with_the_reason(what: str, how: s
             obs, next_obs = obs[:, ::-1], next_obs[:, ::-1]
         steps.append((obs, next_obs, *others))
     message = (
-        "in 16 transitions, no next observation was the observation shifted by 1 to 3 of its 4 frames .*"
+        "in 16 transitions, no next observation was the observation shifted by 1 to 3 of its 4 "
+        "frames .*"
         "the 4 channels on the first axis of .4, 14, 13. should be those of 4 frames"
     )
     if how == "add":
