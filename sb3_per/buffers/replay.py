@@ -454,6 +454,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         :raises ValueError: if a shape does not fit, before anything is stored
         """
         n = len(np.atleast_1d(np.asarray(reward)))
+        rewards = self._steps_of("reward", reward, n)
         if infos is not None:
             if timeouts is not None:
                 raise ValueError("`infos` and `timeouts` say the same: give one of them")
@@ -463,7 +464,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
             observations=self._observation_steps("obs", obs, n),
             next_observations=self._observation_steps("next_obs", next_obs, n),
             actions=self._steps_of("action", action, n, (self.action_dim,)),
-            rewards=self._steps_of("reward", reward, n),
+            rewards=rewards,
             dones=self._steps_of("done", done, n),
             timeouts=None if timeouts is None else self._steps_of("timeouts", timeouts, n),
             infos=infos,
