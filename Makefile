@@ -28,8 +28,8 @@ FAST := -m "not slow" $(PYTEST_FLAGS)
 
 # The lower bounds in pyproject.toml (a test compares them), then what goes with them. The other
 # packages keep their pins; torch too, for the size of its older releases.
-OLDEST := gymnasium==0.29.1 jinja2==3.1 joblib==1.4 matplotlib==3.7 numba==0.59 numpy==1.24 \
-	pandas==2.0 pyarrow==14 pyyaml==6.0 rich==13 sb3-contrib==2.7 scipy==1.11 \
+OLDEST := filelock==3.13 gymnasium==0.29.1 jinja2==3.1 joblib==1.4 matplotlib==3.7 numba==0.59 \
+	numpy==1.24 pandas==2.0 pyarrow==14 pyyaml==6.0 rich==13 sb3-contrib==2.7 scipy==1.11 \
 	stable-baselines3==2.7 tensorboard==2.18 tqdm==4.64 tyro==0.9 contourpy==1.1 llvmlite==0.42
 
 define make_venv
@@ -88,8 +88,9 @@ $(BENCH_INSTALLED): $(INSTALLED)
 bench: $(BENCH_INSTALLED) ## Time everything against its peers; WRITE=--write renews docs/performance.md
 	$(BIN)/python -m benchmarks.run $(WRITE)
 
-demo: $(INSTALLED) ## Run examples/demo.py
-	$(BIN)/python examples/demo.py
+demo: $(INSTALLED) ## Compare uniform and prioritized replay on a small budget (a few minutes)
+	@rm -rf demo
+	$(BIN)/sb3-per compare --quick --output demo
 
 wheel: $(INSTALLED) ## Build the wheel into dist/
 	@rm -rf dist

@@ -19,7 +19,7 @@ class Command(NamedTuple):
     :param function: ``module:name`` of what to call; returns an exit code or None
     :param settings: ``module:name`` of a dataclass, which the function gets, made by tyro from
         the arguments; None hands it the list of arguments as it is
-    :param extra: of this package, that brings what the command needs
+    :param extra: extra of this package that brings what the command needs
     """
 
     summary: str
@@ -41,18 +41,6 @@ COMMANDS = {
         "sb3_per.compare.settings:PlotSettings",
         "experiments",
     ),
-    "blind-cliffwalk": Command(
-        "count the updates that Q-learning needs, by the way it replays its memory",
-        "studies.blind_cliffwalk:main",
-        "studies.blind_cliffwalk:BlindCliffwalkSettings",
-        "experiments",
-    ),
-    "evidence": Command(
-        "make the runs behind docs/results.md: when prioritized replay helps",
-        "studies.evidence:main",
-        "studies.evidence:EvidenceSettings",
-        "experiments",
-    ),
     "zoo": Command(
         "rl-zoo3 with the algorithms of this package; all arguments go to it",
         "sb3_per.zoo:main",
@@ -64,8 +52,8 @@ COMMANDS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """
-    :param arguments: of the command line, without the name of the program; by default those that
-        the program was called with
+    :param arguments: arguments of the command line, without the name of the program; by default
+        those that the program was called with
     :return: exit code
     """
     if arguments is not None:
@@ -99,6 +87,10 @@ def _main(given: list[str]) -> int:
         return 2
     try:
         return _call(name, command, rest)
+    except KeyboardInterrupt:
+        # While the command was still being imported
+        print(f"\nsb3-per {name}: stopped", file=sys.stderr)
+        return 130
     except ModuleNotFoundError as error:
         missing = (error.name or "").split(".")[0]
         if missing in ("", "sb3_per", "sb3_per_envs"):

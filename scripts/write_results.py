@@ -1,10 +1,8 @@
-"""Write the tables and pictures of docs/results.md anew, from the runs in docs/results alone."""
+"""Write the tables and pictures of the studies again, from the runs in docs/results alone."""
 
 from pathlib import Path
 
-from sb3_per.compare.agents import parse_agents
-from studies.evidence import STUDIES, base_of
-from studies.report import write_report
+from studies.command import STUDIES, StudySettings, plan
 
 PAGE = Path(__file__).parents[1] / "docs" / "results.md"
 
@@ -13,13 +11,13 @@ def main() -> None:
     """Renew every table."""
     text = PAGE.read_text(encoding="utf-8")
     for name, study in STUDIES.items():
-        agents = [str(agent) for agent in parse_agents(study.agents)]
-        lines = write_report(PAGE.with_name("results") / name, agents, base_of(name))
-        marks = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
-        before, _, rest = text.partition(marks[0])
-        _, _, after = rest.partition(marks[1])
-        assert after, f"{PAGE} has no place for {name}"
-        text = before + marks[0] + "\n".join(lines) + "\n" + marks[1] + after
+        _, agents, base = plan(StudySettings(name))
+        lines = study.report(PAGE.with_name("results") / name, agents, base)
+        start, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
+        if start in text:
+            before, _, rest = text.partition(start)
+            _, _, after = rest.partition(end)
+            text = before + start + "\n".join(lines) + "\n" + end + after
     PAGE.write_text(text, encoding="utf-8")
 
 

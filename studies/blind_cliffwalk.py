@@ -1,44 +1,41 @@
 """
-``sb3-per blind-cliffwalk``: how many updates Q-learning needs, by the way it replays its memory.
+The study ``blind-cliffwalk``: how many updates Q-learning needs, by the way it replays its memory.
 
 The experiment of Schaul et al. 2016 (figures 1 and 2, appendix B.1). A memory holds all that random
-behaviour meets on a Blind Cliffwalk, where one transition in exponentially many has a reward.
+behavior meets on a Blind Cliffwalk, where one transition in exponentially many has a reward.
 Q-learning replays it, one transition at a time, until it knows the value of each action.
 """
 
-import json
 import math
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args
 
-import joblib
 import numba
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
 from matplotlib.figure import Figure
-from tqdm import tqdm
 
 from sb3_per.compare.settings import SettingsError
-from sb3_per.compare.store import package_versions
 from sb3_per.compare.style import COLORS, figure, style
 from sb3_per.trees import rank_kernels, sum_kernels
 from sb3_per.trees.rank_tree import RankTree
 from sb3_per.trees.sum_tree import SumTree
+from studies.report import NO_VALUE, write_files
+from studies.study import Row, Study, StudyRun, read_runs
 
 __all__ = [
-    "BlindCliffwalkSettings",
+    "AGENTS",
+    "INDEPENDENT",
+    "STUDY",
+    "TASKS",
     "Run",
     "draw",
     "learn",
-    "main",
     "markdown",
     "replay_memory",
-    "run_all",
     "summarize",
     "true_values",
 ]
@@ -62,8 +59,19 @@ CHUNK = 2**16
 #: What a kernel says after its updates: go on, all is learned, or nothing will ever change again
 GOING_ON, LEARNED, STUCK = 0, 1, 2
 
-#: Sizes of ``--quick``
-QUICK_SEEDS, QUICK_LARGEST = 3, 10
+#: Added to each absolute TD error, and in some of the runs the priority at the start
+EPS = 1e-6
+
+#: Approximation and number of states of each task. With more states, a memory would have more than
+#: 2 million transitions.
+TASKS: dict[str, tuple[Approximation, int]] = {
+    f"{approximation}-{n}": (approximation, n)
+    for approximation in get_args(Approximation)
+    for n in range(2, 21)
+}
+
+#: Largest number of states that the study has
+LARGEST = 16
 
 #: Median updates of an independent implementation, tabular, 5 seeds, by number of states
 INDEPENDENT = {
@@ -73,110 +81,48 @@ INDEPENDENT = {
     14: {"uniform": 441_088, "proportional": 38_144, "oracle": 912},
 }
 
-#: Colour and marker of each
-LOOKS = {
-    "uniform": (COLORS[0], "o"),
-    "rank": (COLORS[2], "^"),
-    "proportional": (COLORS[1], "s"),
-    "greedy": (COLORS[4], "v"),
-    "oracle": (COLORS[6], "D"),
-}
-LABELS = {
-    "uniform": "uniform",
-    "rank": "rank-based",
-    "proportional": "proportional",
-    "greedy": "greedy TD error",
-    "oracle": "oracle",
-}
 
-
-@dataclass(frozen=True)
-class BlindCliffwalkSettings:
+class Way(NamedTuple):
     """
-    Count the updates that Q-learning needs on the Blind Cliffwalk, replaying its memory in several
-    ways, as in appendix B.1 of the paper on prioritized replay.
+    A way to replay the memory.
 
-    :param approximations: how values are represented: a table, or linear in a one-hot state and a
-        constant, for each action
-    :param replays: ways to choose the next transition: at random, the one after which the values
-        are best, the largest TD error, in proportion to TD errors, by their ranks
-    :param smallest: number of states of the smallest task
-    :param largest: number of states of the largest one
-    :param n_seeds: runs of each kind; 20, or 3 with --quick
-    :param first_seed: the first of these seeds; the others follow it
-    :param quick: a look that takes less than a minute: 3 seeds, at most 10 states
-    :param initial_priority: of transitions that were not replayed yet: `max`, the largest one, or
-        `eps`, as if their TD error were 0
-    :param alpha: exponent of proportional priorities
-    :param rank_alpha: exponent of ranks
-    :param eps: added to each absolute TD error
-    :param output: folder for the table of runs, the medians and the picture; `blind-cliffwalk`, or
-        `blind-cliffwalk-eps` with --initial-priority eps
-    :param jobs: runs at the same time; -1 for as many as there are cores
+    :param replay: how transitions are chosen
+    :param label: its name in tables and pictures
+    :param color: its color in pictures
+    :param marker: its marker in pictures
+    :param alpha: exponent of priorities or ranks
+    :param initial_priority: priority of transitions that were not replayed yet, before the
+        exponent; None where there are no priorities
     """
 
-    approximations: tuple[Approximation, ...] = get_args(Approximation)
-    replays: tuple[Replay, ...] = get_args(Replay)
-    smallest: int = 2
-    largest: int = 16
-    n_seeds: int | None = None
-    first_seed: int = 0
-    quick: bool = False
-    initial_priority: Literal["max", "eps"] = "max"
+    replay: Replay
+    label: str
+    color: str
+    marker: str
     alpha: float = 0.6
-    rank_alpha: float = 0.7
-    eps: float = 1e-6
-    output: Path | None = None
-    jobs: int = -1
+    initial_priority: float | None = None
 
-    @property
-    def seeds(self) -> tuple[int, ...]:
-        """The seeds of the runs."""
-        n_seeds = self.n_seeds
-        if n_seeds is None:
-            n_seeds = QUICK_SEEDS if self.quick else 20
-        return tuple(range(self.first_seed, self.first_seed + n_seeds))
 
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Numbers of states."""
-        largest = min(self.largest, QUICK_LARGEST) if self.quick else self.largest
-        return tuple(range(self.smallest, largest + 1))
+def _ways() -> dict[str, Way]:
+    rank = Way("rank", "rank-based", COLORS[2], "^", alpha=0.7, initial_priority=1.0)
+    proportional = Way("proportional", "proportional", COLORS[1], "s", initial_priority=1.0)
+    greedy = Way("greedy", "greedy TD error", COLORS[4], "v", initial_priority=1.0)
+    ways = {
+        "uniform": Way("uniform", "uniform", COLORS[0], "o"),
+        "rank": rank,
+        "proportional": proportional,
+        "greedy": greedy,
+        "oracle": Way("oracle", "oracle", COLORS[6], "D"),
+    }
+    for way in (rank, proportional, greedy):
+        ways[f"{way.replay}-from-eps"] = way._replace(
+            label=f"{way.label} from eps", initial_priority=EPS
+        )
+    return ways
 
-    @property
-    def folder(self) -> Path:
-        """Where the results go."""
-        name = "blind-cliffwalk" + ("-eps" if self.initial_priority == "eps" else "")
-        return self.output or Path(name)
 
-    def check(self) -> None:
-        """:raises SettingsError: if an option is out of its range"""
-        for name in ("approximations", "replays"):
-            values = getattr(self, name)
-            if not values or len(set(values)) < len(values):
-                raise SettingsError(f"--{name} needs each at most once, at least one, got {values}")
-        # Above, a memory would have more than 2 million transitions
-        for low, name, high in (
-            (2, "smallest", 20),
-            (self.smallest, "largest", 20),
-            (1, "n_seeds", math.inf),
-            (0, "first_seed", math.inf),
-        ):
-            value = getattr(self, name)
-            if value is not None and not low <= value <= high:
-                raise SettingsError(
-                    f"--{name.replace('_', '-')} must be from {low} to {high}, got {value}"
-                )
-        for name in ("alpha", "rank_alpha"):
-            value = getattr(self, name)
-            if not 0.0 <= value < math.inf:
-                raise SettingsError(
-                    f"--{name.replace('_', '-')} must be a finite number of at least 0, got {value}"
-                )
-        if not 0.0 < self.eps <= 1.0:
-            raise SettingsError(f"--eps must be above 0 and at most 1, got {self.eps}")
-        if self.jobs == 0:
-            raise SettingsError("--jobs must be a number of runs, or -1 for all cores, got 0")
+#: The agents of the study
+AGENTS = _ways()
 
 
 class Run(NamedTuple):
@@ -212,7 +158,7 @@ class Run(NamedTuple):
 
 def true_values(n: int) -> FloatArray:
     """
-    Values of state-action pairs under the best behaviour.
+    Values of state-action pairs under the best behavior.
 
     :param n: number of states
     :return: shape ``(2 * n,)``; the value of action ``a`` in state ``s`` is at ``2 * s + a``
@@ -526,76 +472,71 @@ def _replays(
     )
 
 
-# --- all runs ---
+# --- the study ---
 
 
-def plan(settings: BlindCliffwalkSettings) -> list[Run]:
+@dataclass(frozen=True)
+class CliffwalkStudy(Study):
+    """Ways of replay, for tables and for linear values, by the number of states."""
+
+    measures = ("transitions", "updates")
+
+    def agent_name(self, text: str) -> str:
+        """Its key in :data:`AGENTS`."""
+        if text not in AGENTS:
+            raise SettingsError(f"--agents: there is no {text!r}, only {', '.join(AGENTS)}")
+        return text
+
+    def run_of(self, task: str, agent: str, seed: int) -> StudyRun:
+        """Of a task and an agent by their names."""
+        if task not in TASKS:
+            raise SettingsError(f"there is no task {task!r}, only {', '.join(TASKS)}")
+        approximation, n = TASKS[task]
+        way = AGENTS[agent]
+        # Where there are no priorities, none is read
+        priority = 1.0 if way.initial_priority is None else way.initial_priority
+        run = Run(approximation, way.replay, n, seed, way.alpha, EPS, priority)
+        return StudyRun((task, agent, seed), n, run)
+
+    @staticmethod
+    def make(run: StudyRun) -> Row:
+        """Learn; ``updates`` is missing if it was not enough."""
+        return {"transitions": run.details.n_transitions, "updates": learn(run.details)}
+
+    def report(self, folder: Path, agents: Sequence[str], base: str | None) -> list[str]:
+        """Medians, and updates by the size of the memory."""
+        runs = read_runs(folder / "runs.csv")
+        finished = set(runs["agent"])
+        agents = [agent for agent in dict.fromkeys([*agents, *AGENTS]) if agent in finished]
+        summary = summarize(runs)
+        n_runs = summary["n_runs"]
+        most, least = n_runs.max(), n_runs.min()
+        lines = [
+            "# Updates until learned: median (smallest to largest) of "
+            f"{most if most == least else f'{least} to {most}'} runs"
+        ]
+        for approximation in dict.fromkeys(summary["approximation"]):
+            lines += ["", f"## {approximation}", ""]
+            lines += markdown(summary, approximation, agents)
+        if any("%" in line for line in lines):
+            lines += ["", "In percent: difference to the median of an independent implementation."]
+        write_files(folder, lines, pictures_of(summary, agents))
+        return lines
+
+
+def summarize(runs: pd.DataFrame) -> pd.DataFrame:
     """
-    :param settings: what to compare
-    :return: all runs
+    :param runs: of the study
+    :return: one row for each task and agent: ``approximation``, ``n``, ``agent``,
+        ``transitions``, ``median``, ``low`` and ``high`` of the updates, ``n_runs``, ``n_learned``.
+        Runs that did not learn count as longer than all others; a number that is one of theirs is
+        infinite.
     """
-    return [
-        Run(
-            approximation,
-            replay,
-            n,
-            seed,
-            settings.rank_alpha if replay == "rank" else settings.alpha,
-            settings.eps,
-            settings.eps if settings.initial_priority == "eps" else 1.0,
-        )
-        for approximation in settings.approximations
-        for replay in settings.replays
-        for n in settings.sizes
-        for seed in settings.seeds
-    ]
-
-
-def run_all(runs: Sequence[Run], jobs: int) -> pd.DataFrame:
-    """
-    Make runs side by side.
-
-    :param runs: what to do
-    :param jobs: how many at the same time; -1 for as many as there are cores
-    :return: one row a run, in their order: ``approximation``, ``replay``, ``n``, ``transitions``,
-        ``seed``, ``updates`` (missing if it was not enough)
-    """
-    # Longest first, so that no worker waits at the end; short ones together
-    order = sorted(range(len(runs)), key=lambda i: -runs[i].n)
-    updates: list[int | None] = [None] * len(runs)
-    with joblib.parallel_config("loky", inner_max_num_threads=1):
-        parallel = joblib.Parallel(n_jobs=jobs, return_as="generator_unordered")
-        outcomes: Iterator[tuple[int, int | None]] = parallel(
-            joblib.delayed(_numbered)(i, runs[i]) for i in order
-        )
-        for i, n_updates in tqdm(outcomes, total=len(runs), unit="run"):
-            updates[i] = n_updates
-    return pd.DataFrame(
-        {
-            "approximation": [run.approximation for run in runs],
-            "replay": [run.replay for run in runs],
-            "n": [run.n for run in runs],
-            "transitions": [run.n_transitions for run in runs],
-            "seed": [run.seed for run in runs],
-            "updates": pd.array(updates, dtype="Int64"),
-        }
-    )
-
-
-def _numbered(i: int, run: Run) -> tuple[int, int | None]:
-    return i, learn(run)
-
-
-def summarize(table: pd.DataFrame) -> pd.DataFrame:
-    """
-    :param table: of :func:`run_all`
-    :return: one row for each approximation, replay and size: ``median``, ``low`` and ``high`` of
-        the updates, ``n_runs``, ``n_learned``. Runs that did not learn count as longer than all
-        others; a number that is one of theirs is infinite.
-    """
-    keys = ["approximation", "replay", "n", "transitions"]
-    updates = table["updates"].astype("float64").fillna(math.inf)
-    grouped = table.assign(updates=updates).groupby(keys, sort=False)["updates"]
+    approximations, sizes = zip(*(TASKS[task] for task in runs["task"]), strict=True)
+    updates = runs["updates"].astype("float64").fillna(math.inf)
+    keys = ["approximation", "n", "agent", "transitions"]
+    runs = runs.assign(approximation=approximations, n=sizes, updates=updates)
+    grouped = runs.sort_values("n", kind="stable").groupby(keys, sort=False)["updates"]
     return grouped.agg(
         median="median",
         low="min",
@@ -605,34 +546,34 @@ def summarize(table: pd.DataFrame) -> pd.DataFrame:
     ).reset_index()
 
 
-def markdown(summary: pd.DataFrame, approximation: str, with_independent: bool = False) -> str:
+def markdown(summary: pd.DataFrame, approximation: str, agents: Sequence[str]) -> list[str]:
     """
     :param summary: of :func:`summarize`
     :param approximation: which part of it
-    :param with_independent: compare with :data:`INDEPENDENT`
-    :return: table of medians in Markdown, with smallest and largest number in brackets
+    :param agents: the columns
+    :return: lines of a table of medians in Markdown, with smallest and largest number in brackets
     """
     part = summary[summary["approximation"] == approximation]
-    replays = [replay for replay in LABELS if replay in set(part["replay"])]
+    labels = [AGENTS[agent].label for agent in agents]
     lines = [
-        "| n | transitions | " + " | ".join(LABELS[replay] for replay in replays) + " |",
-        "|" + "---|" * (len(replays) + 2),
+        "| n | transitions | " + " | ".join(labels) + " |",
+        "|" + "---|" * (len(agents) + 2),
     ]
     for (n, transitions), rows in part.groupby(["n", "transitions"], sort=True):
-        by_replay = {row.replay: row for row in rows.itertuples()}
-        cells = [_cell(by_replay.get(replay), n, with_independent) for replay in replays]
+        by_agent = {row.agent: row for row in rows.itertuples()}
+        cells = [_cell(by_agent.get(agent)) for agent in agents]
         lines.append(f"| {n} | {transitions:,} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    return lines
 
 
-def _cell(row: Any, n: int, with_independent: bool) -> str:
+def _cell(row: Any) -> str:
     if row is None:
-        return ""
+        return NO_VALUE
     if not row.n_learned:
         return "never"
     cell = f"{_count(row.median)} ({_count(row.low)} to {_count(row.high)})"
-    independent = INDEPENDENT.get(n, {}).get(row.replay)
-    if with_independent and independent:
+    independent = INDEPENDENT.get(row.n, {}).get(row.agent)
+    if row.approximation == "tabular" and independent and math.isfinite(row.median):
         cell += f", {row.median / independent - 1.0:+.0%}"
     return cell
 
@@ -641,13 +582,32 @@ def _count(number: float) -> str:
     return f"{math.floor(number + 0.5):,}" if math.isfinite(number) else "never"
 
 
-def draw(summary: pd.DataFrame, title: str) -> Figure:
+def pictures_of(summary: pd.DataFrame, agents: Sequence[str]) -> dict[str, Figure]:
+    """
+    :param summary: of :func:`summarize`
+    :param agents: agents with runs
+    :return: a picture for each priority at the start, with the agents that have none in each
+    """
+    pictures = {}
+    title = "Blind Cliffwalk: updates by way of replay"
+    for name, priority, ending in (
+        ("from_max", 1.0, ""),
+        ("from_eps", EPS, f", initial priority {EPS:g}"),
+    ):
+        shown = [agent for agent in agents if AGENTS[agent].initial_priority in (None, priority)]
+        if any(AGENTS[agent].initial_priority == priority for agent in shown):
+            pictures[name] = draw(summary, shown, title + ending)
+    return pictures
+
+
+def draw(summary: pd.DataFrame, agents: Sequence[str], title: str) -> Figure:
     """
     Draw median updates against the size of the memory, both logarithmic, from the smallest to the
     largest number.
 
     :param summary: of :func:`summarize`
-    :param title: of the picture
+    :param agents: agents to draw
+    :param title: title of the picture
     :return: one plot for each approximation
     """
     approximations = list(dict.fromkeys(summary["approximation"]))
@@ -656,26 +616,27 @@ def draw(summary: pd.DataFrame, title: str) -> Figure:
         made, plots = figure(1, len(approximations), 4.6, 4.2)
         for axes, approximation in zip(plots[0], approximations, strict=True):
             part = summary[summary["approximation"] == approximation]
-            for replay, label in LABELS.items():
-                rows = part[part["replay"] == replay]
+            for agent in agents:
+                rows = part[part["agent"] == agent]
                 if rows.empty:
                     continue
+                way = AGENTS[agent]
+                label = way.label
                 learned = np.isfinite(rows["median"])
                 if not learned.any():
                     label += ": never"
                 elif not learned.iloc[-1]:
                     label += f": not beyond {rows['transitions'][learned].max():,}"
                 rows = rows[learned]
-                color, marker = LOOKS[replay]
                 high = rows["high"].where(np.isfinite(rows["high"]))
                 axes.fill_between(
-                    rows["transitions"], rows["low"], high, color=color, alpha=0.18, linewidth=0
+                    rows["transitions"], rows["low"], high, color=way.color, alpha=0.18, linewidth=0
                 )
                 axes.plot(
                     rows["transitions"],
                     rows["median"],
-                    color=color,
-                    marker=marker,
+                    color=way.color,
+                    marker=way.marker,
                     markersize=4,
                     label=label,
                 )
@@ -690,62 +651,6 @@ def draw(summary: pd.DataFrame, title: str) -> Figure:
     return made
 
 
-def main(settings: BlindCliffwalkSettings) -> int:
-    """
-    Make all runs, then write the tables and the picture.
-
-    :param settings: what to compare
-    :return: exit code: 0, or 2 if the settings can't be used
-    """
-    try:
-        settings.check()
-        folder = settings.folder
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise SettingsError(f"can't make the folder --output {folder}: {error}") from None
-    except SettingsError as error:
-        print(f"sb3-per blind-cliffwalk: {error}", file=sys.stderr)
-        return 2
-    runs = plan(settings)
-    print(
-        f"{len(runs)} runs: {len(settings.sizes)} sizes, {len(settings.replays)} ways of replay, "
-        f"{len(settings.seeds)} seed(s). Results go to {folder}."
-    )
-    begin = time.perf_counter()
-    table = run_all(runs, settings.jobs)
-    seconds = time.perf_counter() - begin
-    print(f"\n{_write(settings, table)}\n{seconds:.0f} s. All of it is in {folder}.")
-    return 0
-
-
-def _write(settings: BlindCliffwalkSettings, table: pd.DataFrame) -> str:
-    """
-    Write ``runs.csv``, ``medians.md``, ``blind_cliffwalk.png`` and ``settings.json``.
-
-    :param settings: what was asked for
-    :param table: of :func:`run_all`
-    :return: the tables of medians
-    """
-    folder = settings.folder
-    table.to_csv(folder / "runs.csv", index=False)
-    summary = summarize(table)
-    # The independent numbers are those of the paper's settings
-    is_paper = settings.initial_priority == "max" and (settings.alpha, settings.eps) == (0.6, 1e-6)
-    lines = [f"# Updates until learned: median (smallest to largest) of {len(settings.seeds)} runs"]
-    for approximation in settings.approximations:
-        with_independent = is_paper and approximation == "tabular"
-        lines += ["", f"## {approximation}", ""]
-        lines.append(markdown(summary, approximation, with_independent))
-        if with_independent:
-            lines += ["", "In percent: difference to the median of an independent implementation."]
-    text = "\n".join(lines) + "\n"
-    (folder / "medians.md").write_text(text, encoding="utf-8")
-    title = "Blind Cliffwalk: updates by way of replay"
-    if settings.initial_priority == "eps":
-        title += f", initial priority {settings.eps:g}"
-    draw(summary, title).savefig(folder / "blind_cliffwalk.png")
-    asked = {name: value for name, value in asdict(settings).items() if name != "output"}
-    about = {"settings": asked, "seeds": settings.seeds, "versions": package_versions()}
-    (folder / "settings.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
-    return text
+STUDY = CliffwalkStudy(
+    tasks=[task for task, (_, n) in TASKS.items() if n <= LARGEST], agents=list(AGENTS)
+)

@@ -7,6 +7,7 @@ import numpy as np
 from stable_baselines3.common.vec_env import VecNormalize
 
 from sb3_per import PERDQN, PrioritizedReplayBuffer
+from sb3_per.buffers.importance import importance_sampling_weights
 from sb3_per.buffers.replay import Array, check_choice, check_number
 from sb3_per.buffers.samples import PrioritizedReplayBufferSamples
 from sb3_per.callbacks import drawable_indices, td_errors_in_buffer
@@ -26,7 +27,8 @@ class TrialReplayBuffer(PrioritizedReplayBuffer):
 
     :param new_priority: of transitions that were never replayed
     :param uniform_share: of each batch that is drawn uniformly, in ``[0, 1]``
-    :param weight_divisor: of importance-sampling weights
+    :param weight_divisor: of importance-sampling weights; with ``"max"``, ``weight_normalization``
+        says whether that is the largest of the batch or of the buffer
     """
 
     def __init__(
@@ -43,6 +45,8 @@ class TrialReplayBuffer(PrioritizedReplayBuffer):
         self.uniform_share = check_number("uniform_share", uniform_share, high=1.0)
         self.weight_divisor = weight_divisor
         super().__init__(*args, **kwargs)
+        if self.optimize_memory_usage:
+            raise ValueError("the buffer of a trial does not support `optimize_memory_usage=True`")
         self.was_replayed = np.zeros(self.tree.capacity, dtype=bool)
 
     def add(
@@ -54,16 +58,17 @@ class TrialReplayBuffer(PrioritizedReplayBuffer):
         done: Array,
         infos: list[dict[str, Any]],
     ) -> None:
-        """As in :class:`PrioritizedReplayBuffer`."""
-        start = self.pos * self.n_envs
+        """As in :class:`PrioritizedReplayBuffer`, at the priority that was chosen."""
+        start, stop = self.pos * self.n_envs, (self.pos + 1) * self.n_envs
+        largest = self._largest_replayed() if self.new_priority == "measured" else None
         super().add(obs, next_obs, action, reward, done, infos)
-        self.was_replayed[start : start + self.n_envs] = False
+        self.was_replayed[start:stop] = False
+        if largest is not None:
+            self.tree.fill(start, stop, largest)
 
-    def _admit(self, start: int, priority: float) -> None:
-        if self.new_priority == "measured":
-            replayed = self.tree[: self.n_transitions][self.was_replayed[: self.n_transitions]]
-            priority = float(replayed.max(initial=0.0)) or 1.0
-        super()._admit(start, priority)
+    def _largest_replayed(self) -> float:
+        n = self.n_transitions
+        return float(self.tree[:n][self.was_replayed[:n]].max(initial=0.0)) or 1.0
 
     def update_priorities(self, indices: Any, td_errors: Any) -> None:
         """As in :class:`PrioritizedReplayBuffer`."""
@@ -81,14 +86,19 @@ class TrialReplayBuffer(PrioritizedReplayBuffer):
             indices = np.where(uniform, np.random.randint(n, size=batch_size), indices)
             masses = self.tree.masses(indices)
         probabilities = (1.0 - share) * masses / self.tree.total + share / n
-        batch = self._make_batch(indices, probabilities, env)
-        if self.weight_divisor == "max":
-            return batch
-        # They were divided by the largest, which belongs to the least likely one
-        factor = (n * probabilities.min()) ** -self.beta
+        # A probability, too: masses have another scale
+        smallest = float(probabilities.min())
+        if self.weight_normalization == "buffer":
+            smallest = (1.0 - share) * self.tree.min_mass / self.tree.total + share / n
+        batch = self._get_samples(indices, env)
+        # Divided by the largest, which belongs to the least likely one
+        relative = importance_sampling_weights(probabilities, self.beta, smallest)
+        weights = batch.weights.new_tensor(relative[:, None])
         if self.weight_divisor == "mean":
-            factor = 1.0 / batch.weights.mean()
-        return batch._replace(weights=batch.weights * factor)
+            weights = weights * (1.0 / weights.mean())
+        elif self.weight_divisor == "none":
+            weights = weights * (n * smallest) ** -self.beta
+        return batch._replace(weights=weights)
 
 
 class PERDQNTrial(PERDQN):
@@ -100,7 +110,7 @@ class PERDQNTrial(PERDQN):
     :param uniform_share: of each batch that is drawn uniformly, in ``[0, 1]``
     :param weight_divisor: divide weights by the largest of the batch (``"max"``, as PERDQN does),
         by their mean (``"mean"``) or not at all (``"none"``)
-    :param refresh: measure all stored TD errors anew whenever the target network has changed
+    :param refresh: measure all stored TD errors again whenever the target network has changed
     """
 
     def __init__(

@@ -12,9 +12,13 @@ from stable_baselines3.common.vec_env import VecEnv
 
 from sb3_per.compare.hyperparams import (
     REFUSED,
+    SHARED,
     Hyperparams,
+    check_option,
     keyword_options,
     model_arguments,
+    parse_expression,
+    shortened,
 )
 from sb3_per.compare.settings import SettingsError
 
@@ -25,31 +29,38 @@ class Algorithm(NamedTuple):
     """
     Where an algorithm is found.
 
-    :param module: that has it
-    :param name: of the class
-    :param label: what it is called in pictures
-    :param extra: of this package that brings what it needs
+    :param module: module that has it
+    :param name: name of the class
+    :param label: name in pictures
+    :param is_prioritized: whether it replays by priority
+    :param extra: extra of this package that brings what it needs
+    :param policy_options: options that it takes by way of ``policy_kwargs``
     """
 
     module: str
     name: str
     label: str
+    is_prioritized: bool
     extra: str | None = None
+    policy_options: tuple[str, ...] = ()
 
 
 ALGORITHMS = {
-    "uniform": Algorithm("stable_baselines3", "DQN", "uniform"),
-    "per": Algorithm("sb3_per", "PERDQN", "PER"),
-    "qrdqn": Algorithm("sb3_contrib", "QRDQN", "QR-DQN uniform", "contrib"),
-    "per_qrdqn": Algorithm("sb3_per.per_qrdqn", "PERQRDQN", "QR-DQN PER", "contrib"),
-    "per_trial": Algorithm("studies.trials", "PERDQNTrial", "PER trial"),
+    "uniform": Algorithm("stable_baselines3", "DQN", "uniform", False),
+    "per": Algorithm("sb3_per", "PERDQN", "PER", True),
+    "qrdqn": Algorithm(
+        "sb3_contrib", "QRDQN", "QR-DQN uniform", False, "contrib", ("n_quantiles",)
+    ),
+    "per_qrdqn": Algorithm(
+        "sb3_per.per_qrdqn", "PERQRDQN", "QR-DQN PER", True, "contrib", ("n_quantiles",)
+    ),
 }
+
+#: Transitions in the buffer of an agent that is only tried out
+SMALL_BUFFER = 1000
 
 #: Other names for them
 ALIASES = {"dqn": "uniform", "perdqn": "per", "per_dqn": "per", "perqrdqn": "per_qrdqn"}
-
-#: What all agents must have in common
-SHARED = ("policy", "policy_kwargs", "optimize_memory_usage", "replay_buffer_kwargs")
 
 
 @dataclass(frozen=True)
@@ -95,18 +106,38 @@ class Agent:
         self, env: VecEnv, hyperparams: Hyperparams, seed: int, device: str
     ) -> OffPolicyAlgorithm:
         """
-        :param env: to train on
+        :param env: training environments
         :param hyperparams: shared by all agents
-        :param seed: of the run
+        :param seed: seed of the run
         :param device: PyTorch device
         :return: the untrained agent
         """
-        arguments = {**model_arguments(hyperparams), **dict(self.options)}
-        if "n_quantiles" in arguments:
-            n_quantiles = arguments.pop("n_quantiles")
-            policy_kwargs = {**arguments.get("policy_kwargs", {}), "n_quantiles": n_quantiles}
-            arguments["policy_kwargs"] = policy_kwargs
+        arguments = model_arguments({**hyperparams, **dict(self.options)})
+        for name in ALGORITHMS[self.algorithm].policy_options:
+            if name in arguments:
+                value = arguments.pop(name)
+                arguments["policy_kwargs"] = {**arguments.get("policy_kwargs", {}), name: value}
         return self.algorithm_class()(env=env, seed=seed, device=device, **arguments)
+
+    def try_out(self, env: VecEnv, hyperparams: Hyperparams, seed: int, device: str) -> None:
+        """
+        Make the agent as for a run, with a small buffer, so that what the algorithm refuses is
+        known before the first run.
+
+        :param env: training environments
+        :param hyperparams: shared by all agents
+        :param seed: seed of a run
+        :param device: PyTorch device
+        :raises SettingsError: if the agent can't be made
+        """
+        options = dict(self.options)
+        wanted = options.pop("buffer_size", hyperparams.get("buffer_size", SMALL_BUFFER))
+        small = {**hyperparams, "buffer_size": min(wanted, SMALL_BUFFER * env.num_envs)}
+        try:
+            Agent(self.algorithm, tuple(options.items())).make(env, small, seed, device)
+        except Exception as error:
+            kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+            raise SettingsError(f"agent {self}: {kind}{error}") from None
 
     def check(self, hyperparams: Hyperparams) -> None:
         """
@@ -114,8 +145,7 @@ class Agent:
         :raises SettingsError: if the algorithm does not take an option or a hyperparameter
         """
         parameters = set(inspect.signature(self.algorithm_class()).parameters)
-        if "qr" in self.algorithm:
-            parameters.add("n_quantiles")
+        parameters.update(ALGORITHMS[self.algorithm].policy_options)
         for name, _ in self.options:
             if name in SHARED:
                 raise SettingsError(
@@ -139,18 +169,25 @@ def parse_agent(text: str) -> Agent:
     'per(alpha=0.8)'
     """
     try:
-        match ast.parse(text.strip(), mode="eval").body:
+        match parse_expression(text):
             case ast.Name(id=name):
                 options: dict[str, Any] = {}
             case ast.Call(func=ast.Name(id=name), args=[], keywords=keywords):
                 options = keyword_options(keywords)
             case _:
                 raise ValueError('an agent is a name, or one with options: "per(alpha=0.8)"')
-    except (SyntaxError, ValueError, TypeError) as error:
-        raise SettingsError(f"--agents: can't read {text!r}: {error}") from None
+    except (ValueError, TypeError) as error:
+        raise SettingsError(f"--agents: can't read {shortened(text)}: {error}") from None
     name = ALIASES.get(name.lower(), name.lower())
     if name not in ALGORITHMS:
         raise SettingsError(f"--agents: there is no {name!r}, only {', '.join(ALGORITHMS)}")
+    for option, value in options.items():
+        try:
+            options[option] = check_option(option, value)
+        except (ValueError, TypeError) as error:
+            raise SettingsError(
+                f"agent {shortened(text)}: {option} is {shortened(value)}: {error}"
+            ) from None
     return Agent(name, tuple(sorted(options.items())))
 
 

@@ -3,54 +3,77 @@
 import importlib
 import logging
 import os
+import signal
+import threading
 import traceback
 import warnings
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
 
 import joblib
 
 from sb3_per.compare.settings import SettingsError
-from sb3_per.compare.training import Run, Tables, train
 
-__all__ = ["Outcome", "train_all"]
+__all__ = ["Outcome", "PlannedRun", "make_all"]
 
 
-class Outcome(NamedTuple):
+class PlannedRun(Protocol):
+    """What is known of a run before it is made. It can be pickled."""
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """Task, agent and seed, which tell the runs of a folder apart."""
+
+    @property
+    def cost(self) -> float:
+        """Roughly proportional to the time that the run takes."""
+
+
+R = TypeVar("R", bound=PlannedRun)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Outcome(Generic[R, T]):
     """
     What came of a run.
 
-    :param run: of the comparison
-    :param tables: its tables; None if it failed
-    :param traceback: of the failure, empty if there was none
+    :param run: the run
+    :param result: its result; None if it failed
+    :param traceback: traceback of the failure, empty if there was none
     """
 
-    run: Run
-    tables: Tables | None
+    run: R
+    result: T | None
     traceback: str = ""
 
 
-def train_all(
-    runs: Sequence[Run], backend: str, jobs: int, address: str | None
-) -> Generator[Outcome, None, None]:
+def make_all(
+    runs: Sequence[R], make: Callable[[R], T], backend: str, jobs: int, address: str | None
+) -> Generator[Outcome[R, T], None, None]:
     """
     Make runs side by side. A run that raises an error is an outcome like any other. Closing the
     iterator stops those that are not finished.
 
-    :param runs: what to train
-    :param backend: of joblib: ``"loky"``, ``"ray"`` or ``"dask"``
+    :param runs: runs to make
+    :param make: makes one run
+    :param backend: joblib backend: ``"loky"``, ``"ray"`` or ``"dask"``
     :param jobs: runs at the same time; -1 for as many as there are cores
-    :param address: of the cluster; None starts one on this machine
+    :param address: address of the cluster; None starts one on this machine
     :return: the outcomes, as they come
     """
     with _started(backend, jobs, address):
+        # Few runs wait inside: those that are more than joblib's queue holds can't be given up
+        # without a traceback (KeyError in a thread of its executor, joblib 1.6)
         parallel = joblib.Parallel(
-            n_jobs=jobs, return_as="generator_unordered", batch_size=1, pre_dispatch="all"
+            n_jobs=jobs, return_as="generator_unordered", batch_size=1, pre_dispatch="2*n_jobs"
         )
         # Longest first, so that no worker waits at the end
-        ordered = sorted(runs, key=lambda run: -run.hyperparams["n_timesteps"])
-        outcomes = parallel(joblib.delayed(_attempt)(run) for run in ordered)
+        ordered = sorted(runs, key=lambda run: -run.cost)
+        with _interrupts_kept_from_workers():
+            outcomes = parallel(joblib.delayed(_attempt)(run, make) for run in ordered)
         try:
             # Not `yield from`: closing would then start inside, with the warning
             for outcome in outcomes:  # noqa: UP028
@@ -62,9 +85,28 @@ def train_all(
                 outcomes.close()
 
 
-def _attempt(run: Run) -> Outcome:
+@contextmanager
+def _interrupts_kept_from_workers() -> Iterator[None]:
+    """
+    Processes that are started inside the ``with`` block ignore Ctrl-C, which a terminal sends to
+    all of them: they would print tracebacks. It is this process that stops them. The block takes
+    a moment, in which Ctrl-C is lost.
+    """
+    # Signals can be handled in the main thread alone
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    # Children inherit this, as they do not inherit functions that handle a signal
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        return Outcome(run, train(run))
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _attempt(run: R, make: Callable[[R], T]) -> Outcome[R, T]:
+    try:
+        return Outcome(run, make(run))
     except Exception:
         return Outcome(run, None, traceback.format_exc())
 
@@ -72,9 +114,9 @@ def _attempt(run: Run) -> Outcome:
 @contextmanager
 def _started(backend: str, jobs: int, address: str | None) -> Iterator[None]:
     """
-    :param backend: of joblib
+    :param backend: joblib backend
     :param jobs: runs at the same time
-    :param address: of the cluster
+    :param address: address of the cluster
     :return: joblib uses that backend inside the ``with`` block
     :raises SettingsError: if what it needs is missing
     """

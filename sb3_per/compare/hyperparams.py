@@ -3,6 +3,7 @@
 import ast
 import importlib
 import inspect
+import json
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,6 +20,7 @@ from sb3_per.compare.settings import SettingsError
 __all__ = [
     "DEFAULT_FILE",
     "KEYS",
+    "check_option",
     "full_env_id",
     "load_hyperparams",
     "model_arguments",
@@ -43,6 +45,12 @@ REFUSED = {
     "tensorboard_log": "results go to --output",
     "stats_window_size": "it is --window",
 }
+
+#: Entries of a YAML file, those that aliases repeat counted each time: rl-zoo's largest has 500
+MOST_ENTRIES = 100_000
+
+#: Characters of a value written as Python
+LONGEST_VALUE = 10_000
 
 #: Options of prioritized replay, and of quantile networks
 OF_AGENTS = {
@@ -69,14 +77,47 @@ def parse_value(text: str) -> Any:
     {'net_arch': [256, 256], 'activation_fn': <class 'torch.nn.modules.activation.ReLU'>}
     """
     try:
-        return _value_of(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, ValueError, TypeError) as error:
-        raise SettingsError(f"can't read {text!r}: {error}") from None
+        return _value_of(parse_expression(text))
+    except (ValueError, TypeError) as error:
+        raise SettingsError(f"can't read {shortened(text)}: {error}") from None
+
+
+def parse_expression(text: str) -> ast.expr:
+    """
+    :param text: Python expression
+    :return: it, parsed
+    :raises ValueError: if it is none, or too long or too deeply nested to be a value
+    """
+    if len(text) > LONGEST_VALUE:
+        raise ValueError(f"it has {len(text):,} characters, at most {LONGEST_VALUE:,} are read")
+    try:
+        parsed = ast.parse(text.strip(), mode="eval").body
+        # Raises RecursionError for what no function here could walk through, either
+        ast.unparse(parsed)
+    except SyntaxError as error:
+        raise ValueError(str(error)) from None
+    except (RecursionError, MemoryError):
+        raise ValueError("it is nested too deeply") from None
+    return parsed
+
+
+def shortened(value: Any) -> str:
+    """
+    :param value: value that is refused
+    :return: what a message shows of it
+    """
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def _value_of(node: ast.expr) -> Any:
     match node:
-        case ast.Constant(value=value):
+        case ast.Constant(value=bool() | int() | str() | None as value):
+            return value
+        case ast.Constant(value=float(value)):
+            # As 1e999, of which Python makes infinity
+            if not math.isfinite(value):
+                raise ValueError(f"{ast.unparse(node)} is too large for a number")
             return value
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return -_value_of(operand)
@@ -99,7 +140,7 @@ def _value_of(node: ast.expr) -> Any:
 
 def keyword_options(keywords: list[ast.keyword]) -> dict[str, Any]:
     """
-    :param keywords: of a call
+    :param keywords: keyword arguments of a call
     :return: their values by name
     :raises ValueError: if one is ``**options``, or no value
     """
@@ -131,7 +172,10 @@ def _number(value: Any) -> float:
     # YAML takes 1e-3 for a text, and rl-zoo's files have !!float before it
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError("a number is needed")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
     if not math.isfinite(number):
         raise ValueError("a finite number is needed")
     return number
@@ -177,10 +221,9 @@ def _train_freq(value: Any) -> Any:
     if isinstance(value, str) and value.strip()[:1] in ("(", "["):
         value = parse_value(value)
     if isinstance(value, list | tuple):
-        frequency, unit = value
-        if unit not in ("step", "episode"):
-            raise ValueError("the unit is step or episode")
-        return [_integer(1)(frequency), unit]
+        if len(value) != 2 or value[1] not in ("step", "episode"):
+            raise ValueError('a number of steps is needed, or a pair such as [2, "episode"]')
+        return [_integer(1)(value[0]), value[1]]
     return _integer(1)(value)
 
 
@@ -193,7 +236,7 @@ def _env_wrapper(value: Any) -> Any:
     return value
 
 
-#: The keys that are honoured, and what checks each. ``threshold`` is not in rl-zoo's files.
+#: The keys that are understood, and what checks each. ``threshold`` is not in rl-zoo's files.
 KEYS: dict[str, Callable[[Any], Any]] = {
     "n_timesteps": _integer(1),
     "threshold": _number,
@@ -233,13 +276,30 @@ OF_ENV = (
     "normalize",
 )
 
+#: What all agents of a comparison have in common, so that it can't be an option of one
+SHARED = ("policy", "policy_kwargs", "optimize_memory_usage", "replay_buffer_kwargs")
+
+
+def check_option(name: str, value: Any) -> Any:
+    """
+    :param name: name of an option of an agent
+    :param value: its value; where a YAML file may have an option of that name, in the same forms
+    :return: the value, as a YAML file's would be kept
+    :raises ValueError: if a YAML file could not have it, or if it has no text that can be read
+        again, as classes
+    """
+    if name in KEYS and name not in OF_ENV and name not in SHARED:
+        value = KEYS[name](value)
+    _check_can_be_kept(value)
+    return value
+
 
 # Files
 
 
 def full_env_id(env_id: str) -> str:
     """
-    :param env_id: as the user gave it
+    :param env_id: id as the user gave it
     :return: as Gymnasium knows it: the toy environments of this package don't need their
         namespace, and of ``module:Id``, the module has been imported
     :raises SettingsError: if there is none
@@ -253,8 +313,13 @@ def full_env_id(env_id: str) -> str:
                 return candidate
         # Says which versions and which similar names there are
         gym.spec(name)
-    except (ImportError, gym.error.Error) as error:
+    except gym.error.Error as error:
         raise SettingsError(f"--envs {env_id}: {error}") from None
+    except Exception as error:
+        # Whatever a module of the user's raises while it is imported
+        raise SettingsError(
+            f"--envs {env_id}: can't import {module}: {type(error).__name__}: {error}"
+        ) from None
     return env_id
 
 
@@ -267,10 +332,7 @@ def load_hyperparams(path: Path, env_id: str) -> Hyperparams:
     :raises SettingsError: if the file can't be read, has nothing for that environment, or a key
         or value that is not allowed
     """
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise SettingsError(f"can't read the hyperparameters in {path}: {error}") from None
+    content = _content_of(path)
     if not isinstance(content, Mapping):
         raise SettingsError(f"{path} must map environments to their hyperparameters")
     name = env_id.rpartition(":")[2]
@@ -284,8 +346,52 @@ def load_hyperparams(path: Path, env_id: str) -> Hyperparams:
         )
     given = content[section]
     if not isinstance(given, Mapping):
-        raise SettingsError(f"{path}: {section} must map names to values, got {given!r}")
+        raise SettingsError(f"{path}: {section} must map names to values, got {shortened(given)}")
     return _checked(given, f"{path}: {section}")
+
+
+def _content_of(path: Path) -> Any:
+    """
+    :param path: path of a YAML file
+    :return: what is in it
+    :raises SettingsError: if it can't be read, or aliases or nesting make it too large
+    """
+    try:
+        with path.open(encoding="utf-8") as file:
+            loader = yaml.SafeLoader(file)
+            root = loader.get_single_node()
+            # Before anything is made of it: merging a mapping into others copies its entries
+            if root is not None and _n_entries(root, {}) > MOST_ENTRIES:
+                raise SettingsError(
+                    f"{path} has more than {MOST_ENTRIES:,} entries, those that aliases repeat "
+                    "counted each time, or an alias that contains itself"
+                )
+            return None if root is None else loader.construct_document(root)
+    except RecursionError:
+        raise SettingsError(f"{path} is nested too deeply") from None
+    except SettingsError:
+        raise
+    except Exception as error:
+        # Not YAMLError alone: of values such as `!!int ''`, PyYAML passes on whatever it meets
+        raise SettingsError(f"can't read the hyperparameters in {path}: {error}") from None
+
+
+def _n_entries(node: yaml.Node, known: dict[int, int]) -> int:
+    """
+    :param node: node of a YAML file
+    :param known: numbers of entries of the nodes counted before, by their ``id``
+    :return: number of nodes in it, one that aliases repeat counted each time; above
+        :data:`MOST_ENTRIES` if it contains itself
+    """
+    if id(node) not in known:
+        known[id(node)] = MOST_ENTRIES + 1
+        parts: list[yaml.Node] = []
+        if isinstance(node, yaml.SequenceNode):
+            parts = node.value
+        elif isinstance(node, yaml.MappingNode):
+            parts = [part for entry in node.value for part in entry]
+        known[id(node)] = 1 + sum(_n_entries(part, known) for part in parts)
+    return known[id(node)]
 
 
 def _checked(given: Mapping[Any, Any], where: str) -> Hyperparams:
@@ -302,17 +408,29 @@ def _checked(given: Mapping[Any, Any], where: str) -> Hyperparams:
             raise SettingsError(f"{where} has the unknown key {key!r}; known are {', '.join(KEYS)}")
         try:
             checked[key] = KEYS[key](value)
+            _check_can_be_kept(checked[key])
         except (ValueError, TypeError) as error:
-            raise SettingsError(f"{where}: {key} is {value!r}: {error}") from None
+            raise SettingsError(f"{where}: {key} is {shortened(value)}: {error}") from None
     for key in ("n_timesteps", "policy"):
         if key not in checked:
             raise SettingsError(f"{where} has no {key}")
     return checked
 
 
+def _check_can_be_kept(value: Any) -> None:
+    """
+    :param value: value for ``settings.json``
+    :raises ValueError: if JSON has no form for it, as for dates
+    """
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"only numbers, texts, lists and dicts are supported: {error}") from None
+
+
 def model_arguments(hyperparams: Hyperparams) -> dict[str, Any]:
     """
-    :param hyperparams: of :func:`load_hyperparams`
+    :param hyperparams: hyperparameters from :func:`load_hyperparams`
     :return: arguments for the algorithm
     """
     arguments = {key: value for key, value in hyperparams.items() if key not in OF_ENV}
@@ -337,10 +455,10 @@ def options_of(value: Any) -> dict[str, Any]:
 
 def wrapper_of(given: Any) -> Callable[[gym.Env[Any, Any]], gym.Env[Any, Any]] | None:
     """
-    :param given: what ``env_wrapper`` is: the dotted name of a wrapper class, a mapping from it to
+    :param given: value of ``env_wrapper``: the dotted name of a wrapper class, a mapping from it to
         its arguments, or a list of these, the innermost first
     :return: puts them around an environment; None if there are none
-    :raises SettingsError: if one can't be imported
+    :raises SettingsError: if one can't be imported, or is no ``gymnasium.Wrapper``
     """
     if given is None:
         return None
@@ -354,18 +472,27 @@ def wrapper_of(given: Any) -> Callable[[gym.Env[Any, Any]], gym.Env[Any, Any]] |
     return wrap
 
 
-def _one_wrapper(entry: Any) -> tuple[Any, dict[str, Any]]:
+def _one_wrapper(entry: Any) -> tuple[type[gym.Wrapper[Any, Any, Any, Any]], dict[str, Any]]:
     name: Any = entry
     arguments: Any = {}
     if isinstance(entry, Mapping) and len(entry) == 1:
         ((name, arguments),) = entry.items()
     if not isinstance(name, str) or "." not in name or not isinstance(arguments or {}, Mapping):
         raise SettingsError(
-            f"env_wrapper: {entry!r} is neither the dotted name of a wrapper class nor a mapping "
-            "from one to its arguments"
+            f"env_wrapper: {shortened(entry)} is neither the dotted name of a wrapper class nor a "
+            "mapping from one to its arguments"
         )
     module, _, attribute = name.rpartition(".")
     try:
-        return getattr(importlib.import_module(module), attribute), dict(arguments or {})
-    except (ImportError, AttributeError) as error:
-        raise SettingsError(f"env_wrapper: can't import {name}: {error}") from None
+        wrapper = getattr(importlib.import_module(module), attribute)
+    except Exception as error:
+        # Whatever a module of the user's raises while it is imported
+        raise SettingsError(
+            f"env_wrapper: can't import {name}: {type(error).__name__}: {error}"
+        ) from None
+    # Nothing else is ever called: a file of hyperparameters must not run code
+    if not (isinstance(wrapper, type) and issubclass(wrapper, gym.Wrapper)):
+        raise SettingsError(
+            f"env_wrapper: {name} is no wrapper: a class derived from gymnasium.Wrapper is needed"
+        )
+    return wrapper, dict(arguments or {})

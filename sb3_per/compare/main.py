@@ -1,30 +1,24 @@
 """``sb3-per compare`` and ``sb3-per plot``."""
 
 import sys
-import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
 from typing import Any
 
 import gymnasium as gym
-from tqdm import tqdm
 
 from sb3_per.compare.agents import parse_agent, parse_agents
-from sb3_per.compare.backends import train_all
 from sb3_per.compare.hyperparams import DEFAULT_FILE, full_env_id, load_hyperparams
 from sb3_per.compare.pictures import draw
+from sb3_per.compare.pipeline import command, make_missing
 from sb3_per.compare.report import render_report, summary_rows
-from sb3_per.compare.settings import CompareSettings, PlotSettings, SettingsError
-from sb3_per.compare.store import Store, package_versions
+from sb3_per.compare.settings import CompareSettings, PlotSettings
+from sb3_per.compare.store import Store, package_versions, writing
 from sb3_per.compare.summary import Comparison, summarize
-from sb3_per.compare.training import Run
+from sb3_per.compare.training import Run, train, try_out
 
 __all__ = ["main", "plan", "plot", "write_results"]
 
-#: Exit codes: some runs failed; what was asked for can't be done; stopped by Ctrl-C
-FAILED, REFUSED, STOPPED = 1, 2, 130
 
-
+@command("sb3-per compare")
 def main(settings: CompareSettings) -> int:
     """
     Make the runs that are missing, then write tables, pictures and the report.
@@ -32,48 +26,48 @@ def main(settings: CompareSettings) -> int:
     :param settings: what to compare
     :return: exit code: 0, 1 if runs failed, 2 if the settings can't be used, 130 if stopped
     """
-    with _refusals("compare") as refused:
-        store = Store(settings.folder)
-        runs = plan(settings, store)
-        return _compare(settings, store, runs)
-    return refused.code
+    runs, agreed = plan(settings)
+    store = Store(settings.folder)
+    with store.lock():
+        _warn_of_other_versions(store)
+        store.agree_on(agreed)
+        store.remove_damaged()
+        return make_missing(
+            store,
+            runs,
+            train,
+            lambda: write_results(store),
+            jobs=settings.jobs,
+            backend=settings.backend,
+            address=settings.address,
+        )
 
 
+@command("sb3-per plot")
 def plot(settings: PlotSettings) -> int:
     """
     Draw pictures and report again, from the tables alone.
 
-    :param settings: which comparison
+    :param settings: the comparison, and how to draw it
     :return: exit code: 0, or 2 if there is none
     """
-    with _refusals("plot") as refused:
-        settings.check()
-        store = Store(settings.folder)
+    settings.check()
+    store = Store(settings.folder)
+    # Before the lock, which would make the folder
+    store.settings()
+    with store.lock(), writing(store.folder):
         write_results(store, threshold=settings.threshold, window=settings.window)
-        return 0
-    return refused.code
+    return 0
 
 
-class _Refused:
-    code = REFUSED
-
-
-@contextmanager
-def _refusals(command: str) -> Iterator[_Refused]:
-    try:
-        yield _Refused()
-    except SettingsError as error:
-        print(f"sb3-per {command}: {error}", file=sys.stderr)
-
-
-def plan(settings: CompareSettings, store: Store) -> list[Run]:
+def plan(settings: CompareSettings) -> tuple[list[Run], dict[str, Any]]:
     """
-    Check everything that can be checked without training, and write the settings down.
+    Check everything that can be checked without training. Nothing is written.
 
     :param settings: what to compare
-    :param store: the folder of the comparison
-    :return: all runs, finished ones too
-    :raises SettingsError: if something can't be done, or the folder has runs with other settings
+    :return: all runs, finished ones too, and what the folder of the comparison should have in its
+        settings
+    :raises SettingsError: if something can't be done
     """
     settings.check()
     agents = parse_agents(settings.agents)
@@ -95,18 +89,9 @@ def plan(settings: CompareSettings, store: Store) -> list[Run]:
         env_id: _threshold(settings, env_id, hyperparams.pop("threshold", None))
         for env_id, hyperparams in environments.items()
     }
-    _warn_of_other_versions(store)
-    store.agree_on(
-        {
-            "environments": environments,
-            "agents": [str(agent) for agent in agents],
-            "seeds": list(settings.seeds),
-            "run": in_common,
-            "analysis": {"window": settings.window, "thresholds": thresholds},
-            "versions": package_versions(),
-        }
-    )
-    return [
+    for env_id, hyperparams in environments.items():
+        try_out(env_id, hyperparams, agents, settings.seeds[-1], settings.device)
+    runs = [
         Run(
             env_id,
             str(agent),
@@ -118,6 +103,14 @@ def plan(settings: CompareSettings, store: Store) -> list[Run]:
         for seed in settings.seeds
         for agent in agents
     ]
+    return runs, {
+        "environments": environments,
+        "agents": [str(agent) for agent in agents],
+        "seeds": list(settings.seeds),
+        "run": in_common,
+        "analysis": {"window": settings.window, "thresholds": thresholds},
+        "versions": package_versions(),
+    }
 
 
 def _hyperparams(settings: CompareSettings, env_id: str) -> dict[str, Any]:
@@ -146,77 +139,6 @@ def _warn_of_other_versions(store: Store) -> None:
         print(f"{store.folder} has runs made with {'; '.join(changes)}", file=sys.stderr)
 
 
-def _compare(settings: CompareSettings, store: Store, runs: Sequence[Run]) -> int:
-    to_do = [run for run in runs if not store.has(run)]
-    print(
-        f"{len(runs)} runs: {len(settings.envs)} environment(s), {len(settings.agents)} agent(s), "
-        f"{len(settings.seeds)} seed(s); {len(runs) - len(to_do)} finished before. Results go to "
-        f"{store.folder}."
-    )
-    failed = 0
-    try:
-        failed = _make(settings, store, runs, to_do)
-    except KeyboardInterrupt:
-        _tell_of_end("Stopped", store, runs)
-        return STOPPED
-    except Exception:
-        # Not a run, which would have been an outcome: a worker was killed, or the cluster is gone
-        traceback.print_exc()
-        _tell_of_end("The workers are gone", store, runs)
-        return FAILED
-    store.merge_tables()
-    if failed < len(runs):
-        write_results(store)
-    if failed:
-        print(
-            f"{failed} of {len(runs)} runs failed: {store.folder / 'failures'} says why. The same "
-            "command tries them again.",
-            file=sys.stderr,
-        )
-    return FAILED if failed else 0
-
-
-def _tell_of_end(why: str, store: Store, runs: Sequence[Run]) -> None:
-    store.merge_tables()
-    n_finished = sum(store.has(run) for run in runs)
-    print(
-        f"\n{why}: {n_finished} of {len(runs)} runs are finished and kept. The same command makes "
-        "the others.",
-        file=sys.stderr,
-    )
-
-
-def _make(
-    settings: CompareSettings, store: Store, runs: Sequence[Run], to_do: Sequence[Run]
-) -> int:
-    """
-    :param settings: how to make runs
-    :param store: keeps what is finished
-    :param runs: all of them
-    :param to_do: those that are missing
-    :return: how many failed
-    """
-    if not to_do:
-        return 0
-    failed = 0
-    jobs = min(settings.jobs, len(to_do))
-    with (
-        tqdm(total=len(runs), initial=len(runs) - len(to_do), unit="run") as bar,
-        closing(train_all(to_do, settings.backend, jobs, settings.address)) as outcomes,
-    ):
-        for run, tables, error in outcomes:
-            if tables is None:
-                failed += 1
-                path = store.write_failure(run, error)
-                last = error.strip().splitlines()[-1]
-                env_id, agent, seed = run.key
-                bar.write(f"failed: {env_id}, {agent}, seed {seed}: {last} ({path})")
-            else:
-                store.write(run, tables)
-            bar.update()
-    return failed
-
-
 def write_results(
     store: Store, threshold: float | None = None, window: int | None = None
 ) -> Comparison:
@@ -242,7 +164,8 @@ def write_results(
     store.write_text("report.html", render_report(comparison, summary, pictures, store.failures()))
     for env_id in comparison.env_ids:
         _print_summary(comparison, summary, env_id)
-    print(f"\n{len(pictures)} pictures and the report: {store.folder / 'report.html'}")
+    print(f"\n{len(pictures)} pictures, the first of them: {pictures[0][1]}")
+    print(f"The page with all of them: {store.folder / 'report.html'}")
     return comparison
 
 

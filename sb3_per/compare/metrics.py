@@ -57,20 +57,25 @@ class Estimate(NamedTuple):
 
 def moving_average(values: npt.ArrayLike, window: int) -> FloatArray:
     """
-    Mean of each value and those before it.
+    Mean of each value and those before it. A value that is huge, infinite or not a number changes
+    the means that it is part of, and no other.
 
     :param values: shape ``(n,)``
-    :param window: how many are averaged; fewer at the beginning, as many as there are
+    :param window: number of values averaged; fewer at the beginning, as many as there are
     :return: shape ``(n,)``
 
     >>> moving_average([1.0, 3.0, 5.0, 7.0], window=2)
     array([1., 2., 4., 6.])
     """
     values = np.asarray(values, dtype=np.float64)
-    sums = np.cumsum(values)
-    sums[window:] -= sums[:-window].copy()
-    averages: FloatArray = sums / np.minimum(np.arange(len(values)) + 1, window)
-    return averages
+    n_first = min(window - 1, len(values))
+    with np.errstate(over="ignore", invalid="ignore"):
+        first = np.cumsum(values[:n_first]) / np.arange(1, n_first + 1)
+        if len(values) == n_first:
+            return first
+        # Not differences of one running sum, in which a huge value leaves nothing of the others
+        rest = np.lib.stride_tricks.sliding_window_view(values, window).mean(axis=1)
+    return np.concatenate([first, rest])
 
 
 def at_steps(steps: npt.ArrayLike, values: npt.ArrayLike, grid: npt.ArrayLike) -> FloatArray:
@@ -104,13 +109,14 @@ def interquartile_mean(scores: npt.ArrayLike, axis: int = 0) -> Any:
     ``scipy.stats.trim_mean`` does: of 10 runs, 2 and 2; of 3 runs, none.
 
     :param scores: one axis of which is the runs
-    :param axis: which
+    :param axis: number of that axis
     :return: the mean over that axis, a number for one-dimensional scores
 
     >>> float(interquartile_mean([0.0, 1.0, 2.0, 90.0]))
     1.5
     """
-    return stats.trim_mean(scores, TRIMMED, axis=axis)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return stats.trim_mean(scores, TRIMMED, axis=axis)
 
 
 def bootstrap_interval(
@@ -124,27 +130,33 @@ def bootstrap_interval(
     each sample independently. The same samples always give the same interval.
 
     :param samples: runs along ``axis``
-    :param statistic: takes the samples and ``axis``
-    :param axis: of the runs
-    :param n_resamples: how often runs are drawn anew
+    :param statistic: function of the samples and ``axis``
+    :param axis: axis of the runs
+    :param n_resamples: number of resamples
     :return: lower and upper end, each of the shape of the statistic; NaN where a sample has only
-        one run
+        one run, or the statistic is infinite, too large or not a number
     """
     arrays = [np.asarray(sample, dtype=np.float64) for sample in samples]
     if min(array.shape[axis] for array in arrays) < 2:
         nothing = np.full_like(statistic(*arrays, axis=axis), np.nan)
         return nothing, nothing
-    interval = stats.bootstrap(
-        arrays,
-        statistic,
-        axis=axis,
-        n_resamples=n_resamples,
-        vectorized=True,
-        # The others correct for bias by a formula that breaks down where all runs are equal
-        method="percentile",
-        random_state=np.random.default_rng(0),
-    ).confidence_interval
-    return interval.low, interval.high
+    with warnings.catch_warnings(), np.errstate(all="ignore"):
+        # Of values that can't be averaged; what comes of them is not a number
+        warnings.simplefilter("ignore", RuntimeWarning)
+        warnings.simplefilter("ignore", stats.DegenerateDataWarning)
+        interval = stats.bootstrap(
+            arrays,
+            statistic,
+            axis=axis,
+            n_resamples=n_resamples,
+            vectorized=True,
+            # The others correct for bias by a formula that breaks down where all runs are equal
+            method="percentile",
+            random_state=np.random.default_rng(0),
+        ).confidence_interval
+    low, high = np.asarray(interval.low), np.asarray(interval.high)
+    known = np.isfinite(low) & np.isfinite(high)
+    return np.where(known, low, np.nan), np.where(known, high, np.nan)
 
 
 def interquartile_mean_interval(scores: npt.ArrayLike) -> Estimate:
@@ -180,10 +192,10 @@ def first_reaching(
     The first episode at whose end the mean reward of the last ``window`` episodes, that many at
     least, was no smaller than the threshold.
 
-    :param rewards: of the episodes of a run, shape ``(n,)``
+    :param rewards: rewards of the episodes of a run, shape ``(n,)``
     :param steps: environment steps at the end of each, shape ``(n,)``
     :param budget: environment steps of the whole run
-    :param threshold: of the mean reward
+    :param threshold: threshold of the mean reward
     :param window: episodes that are averaged
     :return: episodes and steps until then; of a run that never got there, its own
 
@@ -210,7 +222,7 @@ def share_reached(
     (``scipy.stats.ecdf``): a run that stopped before it got there counts until it stopped, and
     then neither as a success nor as a failure.
 
-    :param times: to the threshold, or until the run stopped, shape ``(runs,)``
+    :param times: time to the threshold, or until the run stopped, shape ``(runs,)``
     :param reached: whether it was the first, shape ``(runs,)``
     :return: times at which something happened, ascending; the share from each on; the lower and
         upper ends of its 95 % interval (log-log, NaN where there is none)
@@ -238,7 +250,7 @@ def median_time(times: npt.ArrayLike, reached: npt.ArrayLike) -> Estimate:
     The time by which half of the runs got to the threshold, by Kaplan and Meier; infinite if they
     never did.
 
-    :param times: to the threshold, or until the run stopped, shape ``(runs,)``
+    :param times: time to the threshold, or until the run stopped, shape ``(runs,)``
     :param reached: whether it was the first, shape ``(runs,)``
     :return: the median; its interval is where the 95 % interval of the share crosses one half,
         and infinite where it does not
@@ -267,8 +279,8 @@ def restricted_mean_time(times: npt.ArrayLike, budget: float) -> Estimate:
     large. When all runs have the same budget, this is the area above the curve of
     :func:`share_reached`.
 
-    :param times: to the threshold, or until the run stopped, shape ``(runs,)``
-    :param budget: of each run, in the same unit
+    :param times: time to the threshold, or until the run stopped, shape ``(runs,)``
+    :param budget: length of each run, in the same unit
     :return: the mean with its bootstrap interval
     """
     restricted = np.minimum(np.asarray(times, dtype=np.float64), budget)
@@ -286,7 +298,7 @@ def probability_of_improvement(better: npt.ArrayLike, than: npt.ArrayLike, axis:
 
     :param better: scores of the one agent, runs along ``axis``
     :param than: scores of the other, runs along ``axis``
-    :param axis: of the runs
+    :param axis: axis of the runs
     :return: in ``[0, 1]``; 0.5 when neither is better
 
     >>> float(probability_of_improvement([2.0, 3.0], [1.0, 2.0]))

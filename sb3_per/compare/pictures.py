@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,7 @@ from sb3_per.compare.metrics import (
     moving_average,
     share_reached,
 )
+from sb3_per.compare.store import file_name
 from sb3_per.compare.style import (
     STORED,
     agent_colors,
@@ -34,7 +35,7 @@ from sb3_per.compare.style import (
 )
 from sb3_per.compare.summary import Comparison
 
-__all__ = ["PICTURES", "Picture", "draw", "file_name"]
+__all__ = ["PICTURES", "Picture", "draw", "picture_of"]
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -43,6 +44,12 @@ PRIORITY = r"priority $(|\mathrm{TD\ error}| + \epsilon)^\alpha$"
 
 #: Points of a curve
 POINTS = 150
+
+#: Values beyond this are not drawn: nothing else could be seen beside them
+LARGEST = 1e100
+
+#: Quantiles that make bands, in percent
+BANDS = (5, 25, 50, 75, 95)
 
 #: Environments of more places than this have no picture of them
 MOST_CELLS = 64
@@ -57,10 +64,10 @@ class Picture:
     A picture and what to say about it.
 
     :param kind: key of :data:`PICTURES`
-    :param env_id: of the environment
-    :param title: what it shows
-    :param reading: how to read it
-    :param alt: what someone who can't see it should know
+    :param env_id: id of the environment
+    :param title: title, in the report
+    :param reading: how to read the picture
+    :param alt: text for readers who can't see the picture
     :param figure: the picture itself
     """
 
@@ -72,13 +79,27 @@ class Picture:
     figure: Figure
 
 
+class Drawing(NamedTuple):
+    """
+    What the drawing functions return.
+
+    :param figure: the picture itself
+    :param reading: how to read the picture
+    :param alt: text for readers who can't see the picture
+    """
+
+    figure: Figure
+    reading: str
+    alt: str
+
+
 @dataclass(frozen=True)
 class View:
     """
     What the drawing functions need of one environment.
 
     :param comparison: all of it
-    :param env_id: of the environment
+    :param env_id: id of the environment
     """
 
     comparison: Comparison
@@ -111,21 +132,21 @@ class View:
 
     def n_runs(self, agent: str) -> int:
         """
-        :param agent: of the runs
+        :param agent: name of the agent
         :return: how many are finished
         """
         return len(self.comparison.of("runs", self.env_id, agent))
 
     def label(self, agent: str) -> str:
         """
-        :param agent: to be named
+        :param agent: name of the agent
         :return: its name in pictures
         """
         return parse_agent(agent).label
 
     def at_stage(self, agent: str, stage: int) -> pd.DataFrame:
         """
-        :param agent: of the runs
+        :param agent: name of the agent
         :param stage: number of episodes
         :return: transitions looked at then, of all runs
         """
@@ -148,15 +169,6 @@ class View:
         return found
 
 
-def file_name(env_id: str, kind: str) -> str:
-    """
-    :param env_id: of the environment
-    :param kind: of the picture
-    :return: of its file
-    """
-    return f"{env_id.rpartition(':')[2].replace('/', '-')}-{kind}.png"
-
-
 # Curves with intervals
 
 
@@ -164,10 +176,11 @@ def _curves(
     view: View, table: pd.DataFrame, values: Callable[[pd.DataFrame], Any], points: int | None
 ) -> Iterator[tuple[str, FloatArray, FloatArray, Any, Any]]:
     """
-    :param view: of an environment
-    :param table: with the columns ``agent``, ``seed`` and ``steps``
+    :param view: one environment of the comparison
+    :param table: table with the columns ``agent``, ``seed`` and ``steps``
     :param values: makes a value of each row of a run
-    :param points: of each curve; None for one at each of the steps, where all runs have the same
+    :param points: number of points of each curve; None for one at each of the steps, where all
+        runs have the same
     :return: for each agent: its name, points, interquartile mean, lower and upper end of its
         interval there
     """
@@ -197,7 +210,7 @@ def _draw_curve(
     axes.fill_between(grid, low, high, color=view.colors[agent], alpha=0.2, linewidth=0)
 
 
-def _reward_curves(view: View) -> Picture:
+def _reward_curves(view: View) -> Drawing:
     window = view.comparison.window
     made, ((left, right),) = figure(1, 2, 5.2, 4.0)
     episodes = view.comparison.of("episodes", view.env_id)
@@ -223,18 +236,15 @@ def _reward_curves(view: View) -> Picture:
         axes.set_ylim(low, high)
     _legend_below(made, right)
     made.suptitle(f"{view.name}: reward while learning")
-    return Picture(
-        "rewards",
-        view.env_id,
-        "Reward while learning",
+    return Drawing(
+        made,
         "Lines: interquartile mean over the runs. Bands: its 95 % bootstrap interval; where they "
         "overlap widely, the runs don't tell the agents apart.",
         f"Episode reward and greedy return of {_listed(view)} on {view.name} by environment steps.",
-        made,
     )
 
 
-def _td_error_curve(view: View) -> Picture | None:
+def _td_error_curve(view: View) -> Drawing | None:
     snapshots = view.comparison.of("snapshots", view.env_id)
     snapshots = snapshots[snapshots["reason"] == "freq"]
     if snapshots.empty:
@@ -247,15 +257,12 @@ def _td_error_curve(view: View) -> Picture | None:
     axes.set_title(f"{view.name}: TD error of what is stored")
     steps_axis(axes)
     _legend_below(made, axes)
-    return Picture(
-        "td-error",
-        view.env_id,
-        "Average TD error in the buffer",
+    return Drawing(
+        made,
         "Mean absolute TD error over the transitions in the replay buffer, under the networks of "
         "that moment. Errors are in units of return and grow with it: lower means that the values "
         "fit what is stored, not that the agent acts better.",
         f"Mean absolute TD error in the replay buffer of {_listed(view)} on {view.name} by steps.",
-        made,
     )
 
 
@@ -282,7 +289,7 @@ def _nothing(axes: Axes) -> None:
 
 def _log_bins(values: FloatArray, n: int = 40) -> FloatArray:
     """
-    :param values: of which those above 0 decide
+    :param values: values; those above 0 decide
     :param n: number of bins
     :return: edges at equal ratios, shape ``(n + 1,)``
     """
@@ -301,10 +308,10 @@ def _shares(axes: Axes, values: Any, edges: FloatArray, counts: Any = None, **lo
     """
     Draw a histogram of shares; what lies outside the edges counts in the first or last bin.
 
-    :param axes: to draw on
+    :param axes: axes to draw on
     :param values: shape ``(n,)``
-    :param edges: of the bins
-    :param counts: how often each value counts, shape ``(n,)``; once by default
+    :param edges: edges of the bins
+    :param counts: weight of each value, shape ``(n,)``; 1 by default
     :param look: keywords of ``Axes.stairs``
     """
     values = np.clip(np.asarray(values, dtype=np.float64), edges[0], edges[-1])
@@ -312,7 +319,7 @@ def _shares(axes: Axes, values: Any, edges: FloatArray, counts: Any = None, **lo
     axes.stairs(heights / max(heights.sum(), 1), edges, **look)
 
 
-def _td_error_stages(view: View) -> Picture | None:
+def _td_error_stages(view: View) -> Drawing | None:
     stages = view.stages
     if not stages:
         return None
@@ -342,20 +349,17 @@ def _td_error_stages(view: View) -> Picture | None:
     row[0].set_ylabel("share of stored transitions")
     _legend_below(made, row[0])
     made.suptitle(f"{view.name}: TD errors of what is stored")
-    return Picture(
-        "td-error-stages",
-        view.env_id,
-        "TD errors in the buffer at several stages",
+    return Drawing(
+        made,
         "Absolute TD errors of the stored transitions, those of all runs together, on a "
         "logarithmic axis: a shift to the left by one mark is ten times less. The few below the "
         "axis count in its first bin.",
         f"Distributions of TD errors in the buffer of {_listed(view)} on {view.name} after "
         f"{_numbers(stages)} episodes.",
-        made,
     )
 
 
-def _sampled_priorities(view: View) -> Picture | None:
+def _sampled_priorities(view: View) -> Drawing | None:
     agents, stages = view.prioritized(), view.stages
     if not agents or not stages:
         return None
@@ -387,16 +391,13 @@ def _sampled_priorities(view: View) -> Picture | None:
         row[0].set_ylabel("share of transitions")
         row[0].legend(loc="upper left")
     made.suptitle(f"{view.name}: priorities of what is replayed")
-    return Picture(
-        "sampled-priorities",
-        view.env_id,
-        "Priorities of what is replayed",
+    return Drawing(
+        made,
         "Filled: priorities of the transitions that are drawn. Line: of all that are stored. A "
         "transition is drawn in proportion to its priority, so the filled ones lie further right. "
         "At the start of learning, all priorities are 1.",
         f"Histograms of replayed and stored priorities on {view.name} after {_numbers(stages)} "
         "episodes.",
-        made,
     )
 
 
@@ -405,10 +406,10 @@ def _sampled_priorities(view: View) -> Picture | None:
 
 def _bands(view: View, prefix: str, label: str, title: str, is_log: bool) -> Figure | None:
     """
-    :param view: of an environment
-    :param prefix: of the columns of quantiles
-    :param label: of the y axis
-    :param title: of the figure
+    :param view: one environment of the comparison
+    :param prefix: prefix of the columns of quantiles
+    :param label: label of the y axis
+    :param title: title of the figure
     :param is_log: whether the y axis is logarithmic
     :return: median and bands of each prioritized agent by steps; None without one
     """
@@ -420,7 +421,7 @@ def _bands(view: View, prefix: str, label: str, title: str, is_log: bool) -> Fig
     made, every = panels(len(agents), 5.6, 3.7)
     for axes, agent in zip(every, agents, strict=True):
         snapshots = along[along["agent"] == agent]
-        names = [f"{prefix}_q{percent:02}" for percent in (5, 25, 50, 75, 95)]
+        names = [f"{prefix}_q{percent:02}" for percent in BANDS]
         means = snapshots.groupby("steps")[names].mean()
         steps, color = means.index.to_numpy(), view.colors[agent]
         for low, high, alpha, text in (
@@ -449,22 +450,19 @@ def _bands(view: View, prefix: str, label: str, title: str, is_log: bool) -> Fig
     return made
 
 
-def _stored_priorities(view: View) -> Picture | None:
+def _stored_priorities(view: View) -> Drawing | None:
     made = _bands(view, "priority", view.priority_label(), "stored priorities", is_log=True)
     if made is None:
         return None
-    return Picture(
-        "priorities",
-        view.env_id,
-        "Stored priorities as learning goes on",
+    return Drawing(
+        made,
         "Quantiles of the priorities in the buffer, each averaged over the runs. New transitions "
         "come in with the largest priority there is, and fall when they are replayed.",
         f"Bands of the stored priorities on {view.name} by environment steps.",
-        made,
     )
 
 
-def _weights(view: View) -> Picture | None:
+def _weights(view: View) -> Drawing | None:
     made = _bands(
         view,
         "weight",
@@ -474,22 +472,19 @@ def _weights(view: View) -> Picture | None:
     )
     if made is None:
         return None
-    return Picture(
-        "weights",
-        view.env_id,
-        "Importance-sampling weights over training",
+    return Drawing(
+        made,
         "Quantiles of the weights that replayed transitions have in the loss, each averaged over "
         "the runs; 1 is the largest of its batch. The lower they are, the more of the bias is "
         "undone, and the less of a batch counts. As beta goes to 1, the spread grows.",
         f"Bands of the importance-sampling weights on {view.name} by environment steps.",
-        made,
     )
 
 
 # Threshold
 
 
-def _threshold(view: View) -> Picture | None:
+def _threshold(view: View) -> Drawing | None:
     threshold = view.comparison.threshold(view.env_id)
     if threshold is None:
         return None
@@ -539,22 +534,19 @@ def _threshold(view: View) -> Picture | None:
     made.suptitle(
         f"{view.name}: mean reward of {view.comparison.window} episodes at {threshold:g} or more"
     )
-    return Picture(
-        "threshold",
-        view.env_id,
-        "Episodes and steps to threshold",
+    return Drawing(
+        made,
         "Kaplan-Meier curves: the further left, the sooner. Below them, dots are runs that got "
         "there, crosses runs that ended without, at their end. The dotted line is the median.",
         f"Share of the runs of {_listed(view)} on {view.name} that got to the threshold, by "
         "episodes and by environment steps.",
-        made,
     )
 
 
 # The gridworld itself
 
 
-def _places(view: View) -> Picture | None:
+def _places(view: View) -> Drawing | None:
     snapshots = view.comparison.of("snapshots", view.env_id)
     n_cells = int(snapshots["n_cells"].max()) if len(snapshots) else 0
     stages = view.stages
@@ -590,16 +582,13 @@ def _places(view: View) -> Picture | None:
                 axes.add_patch(goal)
                 axes.text(n_cells - 0.5, 1.0, "goal", ha="center", va="center", fontsize=8.5)
     made.suptitle(f"{view.name}: where replayed transitions start")
-    return Picture(
-        "places",
-        view.env_id,
-        "Where replayed transitions come from",
+    return Drawing(
+        made,
         "Each row of cells is the environment, the darker the larger the share of the "
         "transitions that start there: above what is replayed, below what is stored. Uniform "
         "replay draws what is stored; prioritized replay draws where the errors are.",
         f"Shares of replayed and of stored transitions by place in {view.name}, for "
         f"{_listed(view)}.",
-        made,
     )
 
 
@@ -655,7 +644,7 @@ def _draw_strip(axes: Axes, shares: FloatArray, colors: Any, top: float) -> None
 
 
 def _log_scale(axes: Axes) -> None:
-    """:param axes: with everything on it; without anything above 0, they stay as they are"""
+    """:param axes: axes with everything on them; without anything above 0, they stay linear"""
     if not np.isfinite(axes.dataLim.minposy):
         return
     axes.set_yscale("log")
@@ -669,7 +658,7 @@ def _log_scale(axes: Axes) -> None:
 def _legend_below(made: Figure, axes: Axes) -> None:
     """
     :param made: gets a legend that hides nothing
-    :param axes: whose labels are in it
+    :param axes: axes with the labels of the legend
     """
     handles, labels = axes.get_legend_handles_labels()
     # About 12 letters an inch, and what a handle takes
@@ -688,35 +677,117 @@ def _listed(view: View) -> str:
     return f"{', '.join(first)} and {last}" if first else last
 
 
-#: By kind, in the order of the report; each gives None where it does not apply
-PICTURES: dict[str, Callable[[View], Picture | None]] = {
-    "rewards": _reward_curves,
-    "threshold": _threshold,
-    "td-error": _td_error_curve,
-    "td-error-stages": _td_error_stages,
-    "sampled-priorities": _sampled_priorities,
-    "priorities": _stored_priorities,
-    "weights": _weights,
-    "places": _places,
+class Kind(NamedTuple):
+    """
+    A kind of picture.
+
+    :param title: title, in the report
+    :param draw: draws it; gives None where it does not apply
+    :param values: numbers on its axes: a noun, the table and the columns
+    :param is_of_priorities: whether it leaves out agents without priorities
+    """
+
+    title: str
+    draw: Callable[[View], Drawing | None]
+    values: Sequence[tuple[str, str, Sequence[str]]] = ()
+    is_of_priorities: bool = False
+
+
+#: By name, in the order of the report
+PICTURES = {
+    "rewards": Kind(
+        "Reward while learning",
+        _reward_curves,
+        [("an episode reward", "episodes", ["reward"]), ("a return", "evaluations", ["return"])],
+    ),
+    "threshold": Kind("Episodes and steps to threshold", _threshold),
+    "td-error": Kind(
+        "Average TD error in the buffer",
+        _td_error_curve,
+        [("a mean TD error", "snapshots", ["td_error_mean"])],
+    ),
+    "td-error-stages": Kind(
+        "TD errors in the buffer at several stages",
+        _td_error_stages,
+        [("a TD error", "transitions", ["td_error"])],
+    ),
+    "sampled-priorities": Kind(
+        "Priorities of what is replayed",
+        _sampled_priorities,
+        [("a priority", "transitions", ["priority"])],
+        is_of_priorities=True,
+    ),
+    "priorities": Kind(
+        "Stored priorities as learning goes on",
+        _stored_priorities,
+        [("a priority", "snapshots", [f"priority_q{percent:02}" for percent in BANDS])],
+        is_of_priorities=True,
+    ),
+    "weights": Kind(
+        "Importance-sampling weights over training",
+        _weights,
+        [("a weight", "snapshots", [f"weight_q{percent:02}" for percent in BANDS])],
+        is_of_priorities=True,
+    ),
+    "places": Kind("Where replayed transitions come from", _places),
 }
+
+
+def picture_of(view: View, name: str) -> Picture | None:
+    """
+    :param view: one environment of the comparison
+    :param name: key of :data:`PICTURES`
+    :return: that picture; where values are infinite, too large or not a number, one that says so;
+        None where it does not apply
+    """
+    kind = PICTURES[name]
+    problem = _problem_of(view, kind)
+    drawing = kind.draw(view) if problem is None else _message(f"{view.name}: {problem}")
+    if drawing is None:
+        return None
+    return Picture(name, view.env_id, kind.title, drawing.reading, drawing.alt, drawing.figure)
+
+
+def _problem_of(view: View, kind: Kind) -> str | None:
+    for agent in view.prioritized() if kind.is_of_priorities else view.agents:
+        for noun, table, columns in kind.values:
+            rows = view.comparison.of(table, view.env_id, agent)
+            values = rows[columns].to_numpy(dtype=np.float64)
+            odd = ~(np.abs(values) <= LARGEST)
+            if odd.any():
+                seed = rows["seed"].to_numpy()[odd.any(axis=1)][0]
+                return (
+                    f"not drawn, because {view.label(agent)} has {noun} of {values[odd][0]:g} "
+                    f"(seed {seed})"
+                )
+    return None
+
+
+def _message(text: str) -> Drawing:
+    made, ((axes,),) = figure(1, 1, 7.0, 1.2)
+    axes.set_axis_off()
+    axes.text(0.5, 0.5, text, ha="center", va="center", wrap=True, transform=axes.transAxes)
+    return Drawing(made, text, text)
 
 
 def draw(comparison: Comparison, folder: Path) -> list[tuple[Picture, Path]]:
     """
     Draw all pictures of a comparison.
 
-    :param comparison: with at least one finished run
-    :param folder: where the files go; what is there under their names is replaced
+    :param comparison: comparison with at least one finished run
+    :param folder: gets a folder for each environment; what is there under the names of pictures
+        is replaced
     :return: the pictures, by environment, with their files
     """
-    folder.mkdir(parents=True, exist_ok=True)
     drawn = []
     with style():
         for env_id in comparison.env_ids:
             view = View(comparison, env_id)
-            for kind, make in PICTURES.items():
-                path = folder / file_name(env_id, kind)
-                picture = make(view)
+            of_env = folder / file_name(env_id)
+            of_env.mkdir(parents=True, exist_ok=True)
+            for name in PICTURES:
+                path = of_env / f"{name}.png"
+                picture = picture_of(view, name)
                 if picture is None:
                     # Of before
                     path.unlink(missing_ok=True)

@@ -23,14 +23,14 @@ NO_VALUE = "-"
 
 def summary_rows(summary: pd.DataFrame, env_id: str, agents: Sequence[str]) -> list[dict[str, Any]]:
     """
-    :param summary: of :func:`~sb3_per.compare.summary.summarize`
-    :param env_id: of the environment
+    :param summary: measures from :func:`~sb3_per.compare.summary.summarize`
+    :param env_id: id of the environment
     :param agents: columns of the table
     :return: its rows: ``title``, and one text for each agent, a dash where there is no value
     """
     there = summary[summary["env"] == env_id].set_index(["measure", "agent"])
     rows = []
-    for measure, (title, _) in MEASURES.items():
+    for measure, about in MEASURES.items():
         cells = []
         for agent in agents:
             if (measure, agent) not in there.index:
@@ -40,7 +40,7 @@ def summary_rows(summary: pd.DataFrame, env_id: str, agents: Sequence[str]) -> l
             estimate = Estimate(float(row["value"]), float(row["low"]), float(row["high"]))
             cells.append(format_estimate(measure, estimate, int(row["n_runs"])))
         if set(cells) != {NO_VALUE}:
-            rows.append({"title": title, "cells": cells})
+            rows.append({"title": about.title, "cells": cells})
     return rows
 
 
@@ -51,9 +51,9 @@ def render_report(
     failures: Sequence[str],
 ) -> str:
     """
-    :param comparison: with at least one finished run
+    :param comparison: comparison with at least one finished run
     :param summary: its measures
-    :param pictures: with their files
+    :param pictures: pictures with their files
     :param failures: files about runs that failed
     :return: the page
     """

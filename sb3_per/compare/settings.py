@@ -1,17 +1,18 @@
 """What can be asked of the comparison. Imports neither torch nor SB3: ``--help`` needs it."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
-__all__ = ["CompareSettings", "PlotSettings", "SettingsError"]
+__all__ = ["CompareSettings", "PlotSettings", "RunSettings", "Settings", "SettingsError"]
 
 #: Seeds and share of each environment's budget, of a full comparison and with ``--quick``
 FULL, QUICK = (10, 1.0), (3, 0.3)
 
-#: What each number must at least be
+#: The smallest value of each number, by the name of its option
 SMALLEST = {
     "n_seeds": 1,
     "first_seed": 0,
@@ -28,11 +29,81 @@ class SettingsError(ValueError):
     """What was asked for can't be done; the message says why and what to do."""
 
 
-@dataclass(frozen=True)
-class CompareSettings:
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Options of a command, checked before anything is done."""
+
+    def check(self) -> None:
+        """:raises SettingsError: if an option is out of its range"""
+        for field in fields(self):
+            low, value = SMALLEST.get(field.name), getattr(self, field.name)
+            if low is not None and value is not None and value < low:
+                raise SettingsError(f"{option(field.name)} must be at least {low}, got {value}")
+            if field.name == "threshold" and value is not None and not math.isfinite(value):
+                raise SettingsError(f"--threshold must be a finite number, got {value}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings(Settings):
+    """
+    Options of a command that makes runs.
+
+    :param n_seeds: runs of each agent on each task
+    :param first_seed: the first of these seeds; the others follow it
+    :param output: folder for the results
+    :param jobs: runs at the same time; -1 for as many as there are cores
+    """
+
+    n_seeds: int | None = None
+    first_seed: int = 0
+    output: Path | None = None
+    jobs: int = -1
+
+    @property
+    def default_n_seeds(self) -> int:
+        """Number of seeds where none was given."""
+        raise NotImplementedError
+
+    @property
+    def default_output(self) -> Path:
+        """Folder for the results where none was given."""
+        raise NotImplementedError
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """The seeds of the runs."""
+        n_seeds = self.default_n_seeds if self.n_seeds is None else self.n_seeds
+        return tuple(range(self.first_seed, self.first_seed + n_seeds))
+
+    @property
+    def folder(self) -> Path:
+        """Where the results go."""
+        return self.output or self.default_output
+
+    def check(self) -> None:
+        """:raises SettingsError: if an option is out of its range"""
+        super().check()
+        if self.jobs == 0:
+            raise SettingsError("--jobs must be a number of runs, or -1 for all cores, got 0")
+
+    def check_list(self, name: str) -> None:
+        """
+        :param name: name of an option that takes a list
+        :raises SettingsError: if the list is empty, or has something more than once
+        """
+        values = getattr(self, name)
+        if not values:
+            raise SettingsError(f"{option(name)} needs at least one")
+        repeated = {value for value in values if values.count(value) > 1}
+        if repeated:
+            raise SettingsError(f"{option(name)} has {sorted(repeated)} more than once")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareSettings(RunSettings):
     """
     Train agents with uniform and with prioritized replay side by side, measure them, draw what
-    happened inside, and write it all to a folder. The same command again goes on with what is
+    happened inside, and write it all to a folder. The same command again makes what is
     missing there.
 
     :param envs: Gymnasium ids; `module:Id` imports the module first
@@ -40,7 +111,6 @@ class CompareSettings:
         algorithm in parentheses: "per(alpha=0.8, double_q=True)". The others are compared with
         the first.
     :param n_seeds: runs of each agent on each environment; 10, or 3 with --quick
-    :param first_seed: the first of these seeds; the others follow it
     :param quick: a look that takes minutes: 3 seeds, and 30 % of each budget
     :param budget: share of each environment's n_timesteps to train for; 1, or 0.3 with --quick
     :param timesteps: environment steps of each run, in place of n_timesteps
@@ -57,15 +127,12 @@ class CompareSettings:
         more
     :param device: PyTorch device of the agents
     :param output: folder for the results; `comparison`, or `comparison-quick` with --quick
-    :param jobs: runs at the same time; -1 for as many as there are cores
     :param backend: joblib's backend: `loky` on this machine, `ray` or `dask` on a cluster
-    :param address: of the Ray or Dask cluster; without it, one is started on this machine
+    :param address: address of the Ray or Dask cluster; without it, one is started on this machine
     """
 
     envs: tuple[str, ...] = ("GridWorld-v0", "CartPole-v1")
     agents: tuple[str, ...] = ("uniform", "per")
-    n_seeds: int | None = None
-    first_seed: int = 0
     quick: bool = False
     budget: float | None = None
     timesteps: int | None = None
@@ -78,42 +145,34 @@ class CompareSettings:
     n_snapshots: int = 20
     max_transitions: int = 2048
     device: str = "cpu"
-    output: Path | None = None
-    jobs: int = -1
     backend: Literal["loky", "ray", "dask"] = "loky"
     address: str | None = None
 
     @property
-    def seeds(self) -> tuple[int, ...]:
-        """The seeds of the runs."""
-        n_seeds = (QUICK if self.quick else FULL)[0] if self.n_seeds is None else self.n_seeds
-        return tuple(range(self.first_seed, self.first_seed + n_seeds))
+    def default_n_seeds(self) -> int:
+        """10, or 3 with ``--quick``."""
+        return (QUICK if self.quick else FULL)[0]
+
+    @property
+    def default_output(self) -> Path:
+        """``comparison``, or ``comparison-quick`` with ``--quick``."""
+        return Path("comparison-quick" if self.quick else "comparison")
 
     @property
     def share(self) -> float:
         """Share of each environment's budget."""
         return (QUICK if self.quick else FULL)[1] if self.budget is None else self.budget
 
-    @property
-    def folder(self) -> Path:
-        """Where the results go."""
-        return self.output or Path("comparison-quick" if self.quick else "comparison")
-
     def check(self) -> None:
         """:raises SettingsError: if an option is out of its range"""
-        for name in ("envs", "agents"):
-            values = getattr(self, name)
-            if not values:
-                raise SettingsError(f"--{name} needs at least one")
-            repeated = {value for value in values if values.count(value) > 1}
-            if repeated:
-                raise SettingsError(f"--{name} has {sorted(repeated)} more than once")
-        for name, low in SMALLEST.items():
-            value = getattr(self, name)
-            if value is not None and value < low:
-                raise SettingsError(f"{_option(name)} must be at least {low}, got {value}")
+        self.check_list("envs")
+        self.check_list("agents")
+        super().check()
         for wrong, message in (
-            (self.budget is not None and not self.budget > 0.0, "--budget must be above 0"),
+            (
+                self.budget is not None and not 0.0 < self.budget < math.inf,
+                f"--budget must be above 0 and finite, got {self.budget}",
+            ),
             (
                 self.budget is not None and self.timesteps is not None,
                 "give --budget or --timesteps, not both",
@@ -122,7 +181,6 @@ class CompareSettings:
                 min(self.snapshot_episodes, default=0) < 0,
                 f"--snapshot-episodes must be at least 0, got {self.snapshot_episodes}",
             ),
-            (self.jobs == 0, "--jobs must be a number of runs, or -1 for all cores, got 0"),
             (
                 self.address is not None and self.backend == "loky",
                 "--address belongs to --backend ray or --backend dask",
@@ -133,7 +191,7 @@ class CompareSettings:
 
 
 @dataclass(frozen=True)
-class PlotSettings:
+class PlotSettings(Settings):
     """
     Draw the pictures and the report again, from the tables of a comparison alone.
 
@@ -147,11 +205,10 @@ class PlotSettings:
     threshold: float | None = None
     window: int | None = None
 
-    def check(self) -> None:
-        """:raises SettingsError: if an option is out of its range"""
-        if self.window is not None and self.window < 1:
-            raise SettingsError(f"--window must be at least 1, got {self.window}")
 
-
-def _option(name: str) -> str:
+def option(name: str) -> str:
+    """
+    :param name: name of a setting
+    :return: how the command line calls it
+    """
     return "--" + name.replace("_", "-")

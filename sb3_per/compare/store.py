@@ -1,27 +1,55 @@
-"""The folder of a comparison: runs, tables and settings, each written as a whole or not."""
+"""Folders of runs, and that of a comparison: each file is written as a whole or not."""
 
 import json
 import os
 import re
 import shutil
+import sys
 import tempfile
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from platform import python_version
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import pandas as pd
+from filelock import FileLock, Timeout
 
+from sb3_per.compare.agents import parse_agent
+from sb3_per.compare.backends import PlannedRun
 from sb3_per.compare.settings import SettingsError
 from sb3_per.compare.training import TABLES, Run, Tables
 
-__all__ = ["Store", "package_versions"]
+__all__ = ["RunFolder", "Store", "file_name", "package_versions", "writing"]
+
+R = TypeVar("R", bound=PlannedRun)
+T = TypeVar("T")
 
 #: Raised when a folder of an older version could no longer be read
 FORMAT = 1
+
+#: What ``settings.json`` has: types, and by way of ``{str: ...}`` and ``[...]`` those of all values
+FORM: dict[str, Any] = {
+    "environments": {str: {str: object}},
+    "agents": [str],
+    "seeds": [int],
+    "run": {"eval_episodes": int, "snapshot_episodes": [int]},
+    "analysis": {"window": int, "thresholds": {str: int | float | None}},
+    "versions": {str: str},
+}
+
+#: Held by the command that is at work in a folder
+LOCK = ".lock"
+
+#: What a command that was killed may leave behind
+LEFTOVERS = (".*.unfinished", "runs/*/*/.unfinished-*")
+
+#: Characters that the name of a file keeps of that of an environment or an agent
+LONGEST_NAME = 100
 
 PACKAGES = (
     "sb3-per",
@@ -48,8 +76,129 @@ def package_versions() -> dict[str, str]:
     return versions
 
 
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """
+    :param folder: folder or file that is written inside the ``with`` block
+    :raises SettingsError: if that fails, as in a folder without permission or on a full disk
+    """
+    try:
+        yield
+    except OSError as error:
+        where = error.filename or folder
+        raise SettingsError(f"can't write {where}: {error.strerror or error}") from None
+
+
 @dataclass(frozen=True)
-class Store:
+class RunFolder(ABC, Generic[R, T]):
+    """
+    A folder that keeps the results of runs, and the tracebacks of those that failed.
+
+    :param folder: the folder
+    """
+
+    folder: Path
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """
+        Keep other commands out of the folder, inside the ``with`` block, and remove what one that
+        was killed has left there. The operating system gives the lock of a killed process free.
+
+        :raises SettingsError: if another command is at work there, or the folder can't be written
+        """
+        lock = FileLock(self.folder / LOCK)
+        with writing(self.folder):
+            self.check_is_ours()
+            self.folder.mkdir(parents=True, exist_ok=True)
+            try:
+                lock.acquire(timeout=0)
+            except Timeout:
+                raise SettingsError(
+                    f"another command is at work in {self.folder}: wait for its end, or choose "
+                    "another --output"
+                ) from None
+        try:
+            with writing(self.folder):
+                for pattern in LEFTOVERS:
+                    for path in self.folder.glob(pattern):
+                        shutil.rmtree(path) if path.is_dir() else path.unlink()
+            yield
+        finally:
+            lock.release()
+
+    def check_is_ours(self) -> None:
+        """:raises SettingsError: if the folder can't be one of results, because it has others"""
+        if self.folder.is_file():
+            raise SettingsError(f"--output {self.folder} is a file")
+
+    @abstractmethod
+    def has(self, run: R) -> bool:
+        """
+        :param run: planned run
+        :return: whether it is finished
+        """
+
+    @abstractmethod
+    def write(self, run: R, result: T) -> None:
+        """
+        Keep a finished run, and forget that it failed before.
+
+        :param run: finished run
+        :param result: its result
+        """
+
+    def merge_tables(self) -> None:
+        """Bring the results of all finished runs together, where they were written apart."""
+
+    def write_failure(self, run: R, traceback: str) -> Path:
+        """
+        :param run: run that failed
+        :param traceback: traceback of the failure
+        :return: file that keeps it
+        """
+        path = self._failure_file(run)
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(traceback, encoding="utf-8", errors="backslashreplace")
+        return path
+
+    def failures(self) -> list[str]:
+        """:return: names of the files about runs that failed and were not repeated since"""
+        return sorted(path.name for path in (self.folder / "failures").glob("*.txt"))
+
+    def _failure_file(self, run: R) -> Path:
+        task, agent, seed = run.key
+        name = f"{file_name(task)}--{file_name(agent)}--seed-{seed}.txt"
+        return self.folder / "failures" / name
+
+    def write_text(self, name: str, text: str) -> None:
+        """
+        :param name: name of the file in the folder
+        :param text: its content
+        """
+        with self.replacing(name) as path:
+            path.write_text(text, encoding="utf-8")
+
+    @contextmanager
+    def replacing(self, name: str) -> Iterator[Path]:
+        """
+        :param name: name of a file in the folder
+        :return: what to write in its place, inside the ``with`` block; it gets the name when it
+            is complete
+        :raises SettingsError: if it can't be written
+        """
+        path = self.folder / f".{name}.unfinished"
+        with writing(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            try:
+                yield path
+                os.replace(path, self.folder / name)
+            finally:
+                path.unlink(missing_ok=True)
+
+
+class Store(RunFolder[Run, Tables]):
     """
     Reads and writes the folder of one comparison.
 
@@ -61,31 +210,34 @@ class Store:
     ``runs/ENV/AGENT/seed-N/``               the tables of one finished run, and ``run.json``
     ``failures/``                            tracebacks of runs that failed
     ======================================== ==================================================
-
-    :param folder: the folder
     """
-
-    folder: Path
 
     # Settings
 
     def settings(self) -> dict[str, Any]:
         """
         :return: those of the comparison in the folder
-        :raises SettingsError: if there is none
+        :raises SettingsError: if there is none, or they can't be read
         """
         path = self.folder / "settings.json"
         try:
-            settings: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        except OSError:
+            settings = json.loads(path.read_text(encoding="utf-8"))
+        except (FileNotFoundError, NotADirectoryError):
             raise SettingsError(f"{self.folder} has no comparison: {path} is missing") from None
-        except ValueError as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise SettingsError(f"can't read {path}: {error}") from None
-        if settings.get("format") != FORMAT:
-            raise SettingsError(
-                f"{path} has the format {settings.get('format')!r}, this version reads {FORMAT}"
-            )
-        return settings
+        found = settings.get("format") if isinstance(settings, dict) else None
+        if found != FORMAT:
+            raise SettingsError(f"{path} has the format {found!r}, this version reads {FORMAT}")
+        problem = _misfit(settings, FORM)
+        if problem:
+            raise SettingsError(f"can't read {path}: {problem}")
+        for agent in settings["agents"]:
+            try:
+                parse_agent(agent)
+            except SettingsError as error:
+                raise SettingsError(f"can't read {path}: {error}") from None
+        return dict(settings)
 
     def agree_on(self, settings: dict[str, Any]) -> dict[str, Any]:
         """
@@ -98,7 +250,7 @@ class Store:
         :raises SettingsError: if some differ, with their names
         """
         if not (self.folder / "settings.json").exists():
-            self._refuse_foreign_folder()
+            self.check_is_ours()
             self._write_json("settings.json", {"format": FORMAT, **settings})
             return self.settings()
         there = self.settings()
@@ -135,136 +287,186 @@ class Store:
         self._write_json("settings.json", merged)
         return self.settings()
 
-    def _refuse_foreign_folder(self) -> None:
-        if self.folder.is_file():
-            raise SettingsError(f"--output {self.folder} is a file")
-        if self.folder.is_dir() and any(self.folder.iterdir()):
+    def check_is_ours(self) -> None:
+        """:raises SettingsError: if the folder has files, and they are not those of a comparison"""
+        super().check_is_ours()
+        if not self.folder.is_dir() or (self.folder / "settings.json").exists():
+            return
+        # A command may have been killed before it had written its settings
+        others = {path.name for path in self.folder.iterdir()} - {LOCK, ".settings.json.unfinished"}
+        if others:
             raise SettingsError(
-                f"--output {self.folder} has other files than those of a comparison: choose an "
-                "empty or a new folder"
+                f"--output {self.folder} has other files than those of a comparison, as "
+                f"{min(others)}: choose an empty or a new folder"
             )
 
     # Runs
 
     def run_folder(self, run: Run) -> Path:
         """
-        :param run: of the comparison
+        :param run: run of the comparison
         :return: where its tables go
         """
-        folder = self.folder / "runs" / _file_name(run.env_id) / _file_name(run.agent)
-        return folder / f"seed-{run.seed}"
+        return self._run_folder(*run.key)
+
+    def _run_folder(self, env_id: str, agent: str, seed: int) -> Path:
+        return self.folder / "runs" / file_name(env_id) / file_name(agent) / f"seed-{seed}"
 
     def has(self, run: Run) -> bool:
         """
-        :param run: of the comparison
+        :param run: run of the comparison
         :return: whether it is finished
         """
         return self.run_folder(run).is_dir()
 
-    def write(self, run: Run, tables: Tables) -> None:
+    def write(self, run: Run, result: Tables) -> None:
         """
         Keep a finished run. Its folder gets its name when it is complete.
 
-        :param run: of the comparison
-        :param tables: its tables
+        :param run: run of the comparison
+        :param result: its tables
         """
         place = self.run_folder(run)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=place.parent))
+        with writing(place):
+            place.parent.mkdir(parents=True, exist_ok=True)
+            unfinished = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=place.parent))
+            try:
+                for name in TABLES:
+                    result[name].to_parquet(unfinished / f"{name}.parquet", index=False)
+                env_id, agent, seed = run.key
+                about = {
+                    "env": env_id,
+                    "agent": agent,
+                    "seed": seed,
+                    "versions": package_versions(),
+                    "checksums": {path.name: _checksum(path) for path in unfinished.iterdir()},
+                }
+                (unfinished / "run.json").write_text(json.dumps(about, indent=2), encoding="utf-8")
+                # mkdtemp makes it readable for nobody else
+                unfinished.chmod(0o755)
+                unfinished.rename(place)
+            except BaseException:
+                shutil.rmtree(unfinished, ignore_errors=True)
+                raise
+            self._failure_file(run).unlink(missing_ok=True)
+
+    def remove_damaged(self) -> None:
+        """
+        Remove runs of which a file is missing or can't be read, so that they are made again, and
+        name the file on the standard error stream.
+        """
+        for folder in sorted(self.folder.glob("runs/*/*/seed-*")):
+            problem = self._damage(folder)
+            if problem:
+                print(f"{problem}: the run is made again when it is asked for", file=sys.stderr)
+                with writing(folder):
+                    shutil.rmtree(folder) if folder.is_dir() else folder.unlink()
+
+    def _damage(self, folder: Path) -> str | None:
+        """
+        :param folder: folder of a run
+        :return: what is wrong with it, with the name of the file; None if nothing is
+        """
+        path = folder / "run.json"
         try:
+            about = json.loads(path.read_text(encoding="utf-8"))
+            where = file_name(about["env"]), file_name(about["agent"]), f"seed-{about['seed']}"
+            if where != folder.parts[-3:]:
+                return f"{path} is of another run"
             for name in TABLES:
-                tables[name].to_parquet(unfinished / f"{name}.parquet", index=False)
-            env_id, agent, seed = run.key
-            about = {"env": env_id, "agent": agent, "seed": seed, "versions": package_versions()}
-            (unfinished / "run.json").write_text(json.dumps(about, indent=2), encoding="utf-8")
-            # mkdtemp makes it readable for nobody else
-            unfinished.chmod(0o755)
-            unfinished.rename(place)
-        except BaseException:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            raise
-        self._failure_file(run).unlink(missing_ok=True)
-
-    def write_failure(self, run: Run, traceback: str) -> Path:
-        """
-        :param run: of the comparison
-        :param traceback: what happened
-        :return: file that keeps it
-        """
-        path = self._failure_file(run)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(traceback, encoding="utf-8")
-        return path
-
-    def failures(self) -> list[str]:
-        """:return: names of the files about runs that failed and were not repeated since"""
-        return sorted(path.name for path in (self.folder / "failures").glob("*.txt"))
-
-    def _failure_file(self, run: Run) -> Path:
-        name = f"{_file_name(run.env_id)}--{_file_name(run.agent)}--seed-{run.seed}.txt"
-        return self.folder / "failures" / name
+                path = folder / f"{name}.parquet"
+                if _checksum(path) != about["checksums"][path.name]:
+                    return f"{path} is damaged"
+        except FileNotFoundError:
+            return f"{path} is missing"
+        except Exception as error:
+            # Damage shows itself in errors of all kinds
+            return f"can't read {path}: {type(error).__name__}: {error}".splitlines()[0]
+        return None
 
     # Tables
 
     def merge_tables(self) -> None:
-        """Write the tables of all finished runs, one file a kind, by environment, agent, seed."""
+        """
+        Write the tables of all finished runs that the settings have, one file a kind, by
+        environment, agent, seed.
+        """
         settings = self.settings()
-        ranks = [list(settings["environments"]), settings["agents"], sorted(settings["seeds"])]
-
-        def order(about: Mapping[str, Any]) -> list[int]:
-            values = zip(ranks, (about[key] for key in ("env", "agent", "seed")), strict=True)
-            return [rank.index(value) for rank, value in values]
-
-        finished = sorted(self._finished(), key=lambda entry: order(entry[1]))
+        finished = [
+            folder
+            for env_id in settings["environments"]
+            for agent in settings["agents"]
+            for seed in sorted(settings["seeds"])
+            if (folder := self._run_folder(env_id, agent, seed)).is_dir()
+        ]
         for name in TABLES:
-            parts = [pd.read_parquet(folder / f"{name}.parquet") for folder, _ in finished]
+            parts = [pd.read_parquet(folder / f"{name}.parquet") for folder in finished]
             parts = [part for part in parts if len(part)] or parts[:1]
             if parts:
-                self._write_table(name, pd.concat(parts, ignore_index=True))
-
-    def _finished(self) -> Iterator[tuple[Path, dict[str, Any]]]:
-        for path in self.folder.glob("runs/*/*/seed-*/run.json"):
-            yield path.parent, json.loads(path.read_text(encoding="utf-8"))
+                with self.replacing(f"{name}.parquet") as path:
+                    pd.concat(parts, ignore_index=True).to_parquet(path, index=False)
 
     def read_tables(self) -> Tables:
         """
         :return: the tables by name
-        :raises SettingsError: if there are none yet
+        :raises SettingsError: if there are none yet, or one can't be read
         """
-        missing = [name for name in TABLES if not (self.folder / f"{name}.parquet").is_file()]
-        if missing:
-            raise SettingsError(
-                f"{self.folder} has no {missing[0]}.parquet: no run of the comparison is finished"
-            )
-        return {name: pd.read_parquet(self.folder / f"{name}.parquet") for name in TABLES}
-
-    def _write_table(self, name: str, table: pd.DataFrame) -> None:
-        path = self.folder / f".{name}.unfinished"
-        table.to_parquet(path, index=False)
-        os.replace(path, self.folder / f"{name}.parquet")
+        tables = {}
+        for name in TABLES:
+            path = self.folder / f"{name}.parquet"
+            try:
+                tables[name] = pd.read_parquet(path)
+            except FileNotFoundError:
+                raise SettingsError(
+                    f"{self.folder} has no {path.name}: no run of the comparison is finished"
+                ) from None
+            except Exception as error:
+                raise SettingsError(
+                    f"can't read {path}, which sb3-per compare writes again: {error}"
+                ) from None
+        return tables
 
     def _write_json(self, name: str, content: Any) -> None:
         self.write_text(name, json.dumps(content, indent=2) + "\n")
 
-    def write_text(self, name: str, text: str) -> None:
-        """
-        :param name: of the file in the folder
-        :param text: its content
-        """
-        self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / f".{name}.unfinished"
-        path.write_text(text, encoding="utf-8")
-        os.replace(path, self.folder / name)
+
+def _checksum(path: Path) -> int:
+    return zlib.crc32(path.read_bytes())
 
 
-def _file_name(name: str) -> str:
+def _misfit(value: Any, form: Any, where: str = "") -> str | None:
     """
-    :param name: of an environment or an agent
-    :return: one for files. Where more than a slash had to go, a checksum keeps apart what would
-        look the same.
+    :param value: value read from a file
+    :param form: form that it should have, as :data:`FORM`
+    :param where: its place in the file
+    :return: what is wrong with it; None if nothing is
     """
-    plain = re.sub(r"[^A-Za-z0-9._=-]+", "-", name).strip("-.")
-    if plain == name.replace("/", "-"):
+    kind = form if not isinstance(form, dict | list) else type(form)
+    if not isinstance(value, kind) or (isinstance(value, bool) and form is not object):
+        return f"{where or 'the whole'} is {json.dumps(value)[:80]}"
+    parts: list[tuple[str, Any, Any]] = []
+    if isinstance(form, list):
+        parts = [(f"{where}[{n}]", part, form[0]) for n, part in enumerate(value)]
+    elif isinstance(form, dict) and str in form:
+        parts = [(f"{where} {key}".strip(), part, form[str]) for key, part in value.items()]
+    elif isinstance(form, dict):
+        missing = [key for key in form if key not in value]
+        if missing:
+            return f"{where or 'it'} has no {missing[0]!r}"
+        parts = [(f"{where} {key}".strip(), value[key], part) for key, part in form.items()]
+    problems = (_misfit(part, its_form, place) for place, part, its_form in parts)
+    return next((problem for problem in problems if problem), None)
+
+
+def file_name(name: str) -> str:
+    """
+    :param name: name of an environment or an agent
+    :return: one for files, another for each name. A plus stands for a slash, since no id of
+        Gymnasium has one; where other characters had to go, a checksum keeps names apart.
+    """
+    wanted = name.replace("/", "+")
+    plain = re.sub(r"[^A-Za-z0-9._=+-]+", "-", wanted).strip("-.")[:LONGEST_NAME]
+    if plain == wanted and "+" not in name:
         return plain
     return f"{plain}-{zlib.crc32(name.encode()):08x}"
 

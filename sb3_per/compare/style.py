@@ -1,4 +1,4 @@
-"""How all pictures look: one style, one colour for each agent, readable by the colour-blind."""
+"""How all pictures look: one style, one color for each agent, readable by the color-blind."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +22,7 @@ __all__ = [
     "style",
 ]
 
-#: Okabe and Ito's palette, which the colour-blind can tell apart, blue and vermillion first
+#: Okabe and Ito's palette, which the color-blind can tell apart, blue and vermillion first
 COLORS = (
     "#0072B2",
     "#D55E00",
@@ -71,14 +71,14 @@ def style() -> Iterator[None]:
 def agent_colors(agents: Sequence[str]) -> dict[str, str]:
     """
     :param agents: all agents of the comparison
-    :return: the colour of each, the same in every picture
+    :return: the color of each, the same in every picture
     """
     return {agent: COLORS[number % len(COLORS)] for number, agent in enumerate(agents)}
 
 
 def agent_map(color: str) -> Colormap:
     """
-    :param color: of an agent
+    :param color: color of an agent
     :return: shades of it, from white for nothing
     """
     return LinearSegmentedColormap.from_list("agent", ["#FFFFFF", color])
@@ -95,10 +95,10 @@ def luminance(color: Sequence[float]) -> float:
 
 def figure(rows: int, columns: int, width: float, height: float) -> tuple[Figure, Any]:
     """
-    :param rows: of axes
-    :param columns: of axes
-    :param width: of each, in inches
-    :param height: of each, in inches
+    :param rows: number of rows of axes
+    :param columns: number of columns of axes
+    :param width: width of each, in inches
+    :param height: height of each, in inches
     :return: a figure that belongs to no window, and its axes, shape ``(rows, columns)``
     """
     made = Figure(figsize=(width * columns, height * rows), layout="constrained")
@@ -108,8 +108,8 @@ def figure(rows: int, columns: int, width: float, height: float) -> tuple[Figure
 def panels(n: int, width: float, height: float) -> tuple[Figure, list[Axes]]:
     """
     :param n: number of axes, two in a row
-    :param width: of each, in inches
-    :param height: of each, in inches
+    :param width: width of each, in inches
+    :param height: height of each, in inches
     :return: a figure, and its axes
     """
     made, rows = figure((n + 1) // 2, min(n, 2), width, height)
@@ -121,8 +121,8 @@ def panels(n: int, width: float, height: float) -> tuple[Figure, list[Axes]]:
 
 def steps_axis(axes: Axes, label: str = "environment steps") -> None:
     """
-    :param axes: whose x axis counts steps
-    :param label: of it
+    :param axes: axes with steps on the x axis
+    :param label: label of that axis
     """
     axes.set_xlabel(label)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))

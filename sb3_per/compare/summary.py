@@ -25,12 +25,16 @@ class Measure(NamedTuple):
     """
     A column of the summary.
 
-    :param title: with its unit
-    :param explanation: what it is
+    :param title: title with the unit
+    :param explanation: its meaning
+    :param form: form of a value, for ``str.format``, which gets the number of runs, too
+    :param is_time: whether infinity stands for a threshold that was not reached
     """
 
     title: str
     explanation: str
+    form: str = "{:.3g}"
+    is_time: bool = False
 
 
 MEASURES = {
@@ -41,27 +45,34 @@ MEASURES = {
         "greedy return over training",
         "mean of all evaluations but the one before training; interquartile mean over runs",
     ),
-    "n_reached": Measure("runs that got to the threshold", "of all runs"),
+    "n_reached": Measure("runs that got to the threshold", "of all runs", "{:.0f} of {}"),
     "episodes_to_threshold": Measure(
         "episodes to threshold",
         "by which half of the runs got there (Kaplan and Meier; runs that did not are censored)",
+        "{:.0f}",
+        is_time=True,
     ),
-    "steps_to_threshold": Measure("steps to threshold", "the same, in environment steps"),
+    "steps_to_threshold": Measure(
+        "steps to threshold", "the same, in environment steps", "{:,.0f}", is_time=True
+    ),
     "restricted_steps": Measure(
         "mean steps to threshold, within the budget",
         "a run that did not get there counts with its whole budget",
+        "{:,.0f}",
     ),
     "td_error": Measure("mean |TD error| in the buffer at the end", "interquartile mean over runs"),
     "better_final_return": Measure(
         "P(better), final greedy return",
         "probability that a run scores higher than one of the first agent, ties one half",
+        "{:.2f}",
     ),
     "better_mean_return": Measure(
-        "P(better), greedy return over training", "the same, of the return over training"
+        "P(better), greedy return over training", "the same, of the return over training", "{:.2f}"
     ),
     "better_steps": Measure(
         "P(better), steps to threshold",
         "the same, fewer steps being better; runs that did not get there tie with each other",
+        "{:.2f}",
     ),
 }
 
@@ -71,8 +82,8 @@ class Comparison:
     """
     The tables of a comparison, and what is needed to read them.
 
-    :param tables: of all finished runs
-    :param settings: as in ``settings.json``
+    :param tables: tables of all finished runs
+    :param settings: content of ``settings.json``
     """
 
     tables: Tables
@@ -86,7 +97,7 @@ class Comparison:
 
     def agents(self, env_id: str) -> list[str]:
         """
-        :param env_id: of the environment
+        :param env_id: id of the environment
         :return: agents that have a finished run there
         """
         there = set(self.of("runs", env_id)["agent"])
@@ -95,8 +106,8 @@ class Comparison:
     def of(self, table: str, env_id: str, agent: str | None = None) -> pd.DataFrame:
         """
         :param table: name of a table
-        :param env_id: of the environment
-        :param agent: of that agent alone
+        :param env_id: id of the environment
+        :param agent: name of the only agent whose rows are wanted; all by default
         :return: its rows
         """
         rows = self.tables[table]
@@ -106,8 +117,8 @@ class Comparison:
     def runs(self, table: str, env_id: str, agent: str) -> Iterator[pd.DataFrame]:
         """
         :param table: name of a table
-        :param env_id: of the environment
-        :param agent: of the runs
+        :param env_id: id of the environment
+        :param agent: name of the agent
         :return: the rows of each finished run, by seed; none where a run has no rows
         """
         rows = self.of(table, env_id, agent)
@@ -121,7 +132,7 @@ class Comparison:
 
     def threshold(self, env_id: str) -> float | None:
         """
-        :param env_id: of the environment
+        :param env_id: id of the environment
         :return: mean episode reward that counts as solved; None if there is none
         """
         threshold: float | None = self.settings["analysis"]["thresholds"].get(env_id)
@@ -129,7 +140,7 @@ class Comparison:
 
     def budget(self, env_id: str) -> int:
         """
-        :param env_id: of the environment
+        :param env_id: id of the environment
         :return: environment steps of each run: ``n_timesteps``, rounded up to what is collected
             between two updates
         """
@@ -137,8 +148,8 @@ class Comparison:
 
     def times(self, env_id: str, agent: str) -> list[TimeToThreshold]:
         """
-        :param env_id: of the environment, which has a threshold
-        :param agent: of the runs
+        :param env_id: id of an environment that has a threshold
+        :param agent: name of the agent
         :return: when each run got to the threshold, by seed
         """
         threshold = self.threshold(env_id)
@@ -155,24 +166,24 @@ class Comparison:
 
     def final_returns(self, env_id: str, agent: str) -> list[float]:
         """
-        :param env_id: of the environment
-        :param agent: of the runs
+        :param env_id: id of the environment
+        :param agent: name of the agent
         :return: mean return of each run's last evaluation, by seed
         """
         return [float(means.iloc[-1]) for means in self._evaluation_means(env_id, agent)]
 
     def mean_returns(self, env_id: str, agent: str) -> list[float]:
         """
-        :param env_id: of the environment
-        :param agent: of the runs
+        :param env_id: id of the environment
+        :param agent: name of the agent
         :return: mean return of each run's evaluations after the one before training, by seed
         """
         return [float(means.iloc[1:].mean()) for means in self._evaluation_means(env_id, agent)]
 
     def final_td_errors(self, env_id: str, agent: str) -> list[float]:
         """
-        :param env_id: of the environment
-        :param agent: of the runs
+        :param env_id: id of the environment
+        :param agent: name of the agent
         :return: mean absolute TD error in the last snapshot of each run that has one
         """
         runs = self.runs("snapshots", env_id, agent)
@@ -181,7 +192,7 @@ class Comparison:
 
 def summarize(comparison: Comparison) -> pd.DataFrame:
     """
-    :param comparison: with at least one finished run
+    :param comparison: comparison with at least one finished run
     :return: columns ``env``, ``agent``, ``measure`` (a key of :data:`MEASURES`), ``value``,
         ``low``, ``high`` (the 95 % interval) and ``n_runs``
     """
@@ -241,7 +252,7 @@ def format_estimate(measure: str, estimate: Estimate, n_runs: int) -> str:
     """
     :param measure: key of :data:`MEASURES`
     :param estimate: its value
-    :param n_runs: how many runs it is made of
+    :param n_runs: number of runs behind it
     :return: value and interval for people; a threshold not reached is called so
 
     >>> format_estimate("steps_to_threshold", Estimate(1500.0, 1200.0, float("inf")), 10)
@@ -249,21 +260,16 @@ def format_estimate(measure: str, estimate: Estimate, n_runs: int) -> str:
     >>> format_estimate("n_reached", Estimate(7.0, float("nan"), float("nan")), 10)
     '7 of 10'
     """
-    if measure == "n_reached":
-        return f"{estimate.value:.0f} of {n_runs}"
+    about = MEASURES[measure]
 
     def text(value: float) -> str:
-        if np.isinf(value):
+        if about.is_time and np.isinf(value):
             return "not reached"
-        if "steps" in measure and "better" not in measure:
-            return f"{value:,.0f}"
-        if measure == "episodes_to_threshold":
-            return f"{value:.0f}"
-        return f"{value:.2f}" if measure.startswith("better") else f"{value:.3g}"
+        return about.form.format(value, n_runs)
 
     if np.isnan(estimate.low):
         return text(estimate.value)
-    if np.isinf(estimate.value):
+    if about.is_time and np.isinf(estimate.value):
         # Then the upper end is infinite, too
         return "not reached" if np.isinf(estimate.low) else f"not reached [{text(estimate.low)}, …]"
     return f"{text(estimate.value)} [{text(estimate.low)}, {text(estimate.high)}]"

@@ -1,6 +1,7 @@
 """One run of a comparison: train an agent, and keep what tables and pictures need."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,20 +11,22 @@ import numpy.typing as npt
 import pandas as pd
 import torch as th
 from gymnasium import spaces
-from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.evaluation import evaluate_policy
+from stable_baselines3.common.preprocessing import is_image_space, is_image_space_channels_first
 from stable_baselines3.common.vec_env import (
     VecEnv,
     VecFrameStack,
     VecNormalize,
+    VecTransposeImage,
     sync_envs_normalization,
 )
 
 from sb3_per.callbacks import ReplaySnapshot, ReplaySnapshotCallback
-from sb3_per.compare.agents import parse_agent
+from sb3_per.compare.agents import Agent, parse_agent
 from sb3_per.compare.hyperparams import Hyperparams, options_of, wrapper_of
+from sb3_per.compare.settings import SettingsError
 from sb3_per_envs.blind_cliffwalk import BlindCliffwalkEnv
 from sb3_per_envs.grid_world import GridWorldEnv
 
@@ -36,6 +39,7 @@ __all__ = [
     "Tables",
     "make_env",
     "train",
+    "try_out",
 ]
 
 #: Of the evaluation environments, out of the way of the seeds of runs. All agents and all
@@ -71,14 +75,14 @@ class Run:
     What to train, and what to look at.
 
     :param env_id: full Gymnasium id
-    :param agent: as :func:`~sb3_per.compare.agents.parse_agent` reads it
-    :param seed: of the training environments and of the agent
+    :param agent: name of the agent, as :func:`~sb3_per.compare.agents.parse_agent` reads it
+    :param seed: seed of the training environments and of the agent
     :param hyperparams: checked ones, the same for all agents
     :param n_evals: greedy evaluations along the run, besides the one before it
     :param eval_episodes: episodes of each
     :param snapshot_episodes: finished episodes after which to look into the buffer
     :param n_snapshots: looks along the run
-    :param max_transitions: that each look considers
+    :param max_transitions: largest number of transitions in each look
     :param device: PyTorch device
     """
 
@@ -98,14 +102,19 @@ class Run:
         """Environment, agent and seed: what tells the runs of a comparison apart."""
         return self.env_id, self.agent, self.seed
 
+    @property
+    def cost(self) -> float:
+        """Environment steps."""
+        return float(self.hyperparams["n_timesteps"])
+
 
 def make_env(env_id: str, hyperparams: Hyperparams, n_envs: int, seed: int) -> VecEnv:
     """
     :param env_id: full Gymnasium id
-    :param hyperparams: whose keys about the environment apply
+    :param hyperparams: hyperparameters; those of the environment apply
     :param n_envs: number of copies
-    :param seed: of the first; the others count up from it
-    :return: the environments, each with SB3's Monitor
+    :param seed: seed of the first; the others count up from it
+    :return: the environments, each with SB3's Monitor, and nothing left for SB3 to put around them
     """
     env_kwargs = options_of(hyperparams.get("env_kwargs", {}))
     env = make_vec_env(
@@ -115,15 +124,48 @@ def make_env(env_id: str, hyperparams: Hyperparams, n_envs: int, seed: int) -> V
         seed,
         wrapper_class=wrapper_of(hyperparams.get("env_wrapper")),
     )
+    if "frame_stack" in hyperparams:
+        env = VecFrameStack(env, hyperparams["frame_stack"])
+    if _has_channels_last(env.observation_space):
+        env = VecTransposeImage(env)
+    # Around all others: what SB3 stores is the observation that VecNormalize gets
     normalize = hyperparams.get("normalize", False)
     if normalize:
         options = {} if normalize is True else options_of(normalize)
         if "gamma" in hyperparams:
             options["gamma"] = hyperparams["gamma"]
         env = VecNormalize(env, **options)
-    if "frame_stack" in hyperparams:
-        env = VecFrameStack(env, hyperparams["frame_stack"])
     return env
+
+
+def _has_channels_last(space: spaces.Space[Any]) -> bool:
+    parts = space.spaces.values() if isinstance(space, spaces.Dict) else [space]
+    return any(is_image_space(part) and not is_image_space_channels_first(part) for part in parts)
+
+
+def try_out(
+    env_id: str, hyperparams: Hyperparams, agents: Sequence[Agent], seed: int, device: str
+) -> None:
+    """
+    Make the environments and the agents of some runs once, so that what can't be made is known
+    before the first run.
+
+    :param env_id: full Gymnasium id
+    :param hyperparams: checked ones, the same for all agents
+    :param agents: agents of the runs
+    :param seed: seed of one of the runs
+    :param device: PyTorch device
+    :raises SettingsError: if one of them can't be made
+    """
+    try:
+        env = make_env(env_id, hyperparams, hyperparams.get("n_envs", 1), seed)
+    except Exception as error:
+        raise SettingsError(f"can't make {env_id}: {type(error).__name__}: {error}") from None
+    try:
+        for agent in agents:
+            agent.try_out(env, hyperparams, seed, device)
+    finally:
+        env.close()
 
 
 class EpisodeRecorder(BaseCallback):
@@ -146,10 +188,10 @@ class GreedyEvaluation(BaseCallback):
     """
     Play greedily before, along and after training, always the same episodes.
 
-    Training goes on as if nothing had happened: greedy actions take no random number, and the
+    Training continues as if nothing had happened: greedy actions take no random number, and the
     environments have their own.
 
-    :param env: as many environments as there are episodes, normalized as the training ones are
+    :param env: as many environments as there are episodes, normalized like those of training
     :param freq: environment steps from one evaluation to the next
     """
 
@@ -192,13 +234,8 @@ class GreedyEvaluation(BaseCallback):
 
 def _evaluation_env(run: Run) -> VecEnv:
     env = make_env(run.env_id, run.hyperparams, run.eval_episodes, EVALUATION_SEED)
-    # With images, channels go first, as in training
-    env = BaseAlgorithm._wrap_env(env, verbose=0)
-    layer: Any = env
-    while layer is not None:
-        if isinstance(layer, VecNormalize):
-            layer.training = layer.norm_reward = False
-        layer = getattr(layer, "venv", None)
+    if isinstance(env, VecNormalize):
+        env.training = env.norm_reward = False
     return env
 
 
@@ -207,7 +244,7 @@ def train(run: Run) -> Tables:
     Train one agent once. The same run gives the same numbers, in whichever process and after
     whatever else.
 
-    :param run: what to train
+    :param run: run to make
     :return: its tables
     """
     threads = th.get_num_threads()
@@ -275,7 +312,7 @@ class Cells:
     Environments whose observation is one of a few places.
 
     :param n: number of places, 0 if the environment has none
-    :param form: how an observation tells the place: ``"discrete"``, ``"one_hot"``, ``"position"``
+    :param form: form of the observation: ``"discrete"``, ``"one_hot"``, ``"position"``
     """
 
     n: int = 0
@@ -299,8 +336,8 @@ class Cells:
 
     def where(self, observations: npt.NDArray[Any] | None, n: int) -> npt.NDArray[np.int64]:
         """
-        :param observations: as stored in the buffer, shape ``(n, *observation)``
-        :param n: how many
+        :param observations: observations as stored in the buffer, shape ``(n, *observation)``
+        :param n: number of observations
         :return: the place of each, -1 where there are none, shape ``(n,)``
         """
         if not self.n or observations is None:
@@ -345,7 +382,7 @@ def _quantiles(values: npt.NDArray[np.float64] | None) -> npt.NDArray[np.float64
 
 def _transition_table(snapshots: list[ReplaySnapshot], cells: Cells) -> pd.DataFrame:
     """
-    :param snapshots: of which those for numbers of episodes are kept in full
+    :param snapshots: snapshots; those for numbers of episodes are kept in full
     :param cells: places of the environment
     :return: one row for each transition looked at
     """
@@ -372,7 +409,8 @@ def _transition_table(snapshots: list[ReplaySnapshot], cells: Cells) -> pd.DataF
             weights,
         )
         part = pd.DataFrame(dict(zip(TRANSITION_COLUMNS, columns, strict=True)))
-        parts.append(part.astype(TRANSITION_COLUMNS))
+        with np.errstate(over="ignore"):
+            parts.append(part.astype(TRANSITION_COLUMNS))
     if parts:
         return pd.concat(parts, ignore_index=True)
     return pd.DataFrame({name: np.empty(0, kind) for name, kind in TRANSITION_COLUMNS.items()})

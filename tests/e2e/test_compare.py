@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -15,8 +14,8 @@ import pytest
 
 # Old releases of other packages use what newer ones of theirs deprecate
 WARNINGS = ("-W", "error", "-W", "default::DeprecationWarning")
-#: Seconds after which a command tells where it hangs, and ends
-TIMEOUT = 240
+#: Seconds after which a command that hangs tells where, and ends
+TIMEOUT = 900
 CALL = (
     "import faulthandler, sys; from sb3_per.cli import main; "
     f"faulthandler.dump_traceback_later({TIMEOUT}, exit=True); sys.exit(main())"
@@ -33,6 +32,44 @@ sb3_per/GridWorld-v0:
   learning_starts: 60
   train_freq: 2
 """
+
+#: An environment whose runs with seed 1 and higher wait, at their first step, for a file
+GATE = """
+import time
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+from sb3_per_envs.grid_world import GridWorldEnv
+
+
+class Gate(GridWorldEnv):
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        if seed is not None and 1 <= seed < 100:
+            Path(f"waiting-{seed}").touch()
+            while not Path("open").exists():
+                time.sleep(0.05)
+        return super().reset(seed=seed, options=options)
+
+
+gym.register("Gate-v0", Gate, max_episode_steps=12)
+"""
+
+
+@pytest.fixture
+def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Arguments of a comparison of which two runs are finished, and the others wait."""
+    (tmp_path / "gate.py").write_text(GATE)
+    yaml = YAML.replace("sb3_per/GridWorld-v0", "Gate-v0").replace(", max_episode_steps: 12", "")
+    (tmp_path / "own.yml").write_text(yaml)
+    paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    # Without looks into buffers, there are few pictures to wait for
+    text = (
+        "compare --envs gate:Gate-v0 --hyperparams own.yml --n-evals 3 --eval-episodes 2 "
+        "--n-snapshots 0 --snapshot-episodes --output out"
+    )
+    return text.split()
 
 
 @pytest.fixture
@@ -73,8 +110,12 @@ def finished(folder: Path) -> dict[str, int]:
     return {path.parent.as_posix(): path.stat().st_mtime_ns for path in found}
 
 
-def stop_after(folder: Path, n_runs: int, *arguments: str) -> "tuple[int, str]":
-    """Send Ctrl-C as a terminal does: to all processes of the command."""
+def stop(folder: Path, number: signal.Signals, to_all: bool, *arguments: str) -> "tuple[int, str]":
+    """
+    :param number: sent when two runs are finished and another one waits
+    :param to_all: whether all processes of the command get it, as from a terminal
+    :return: exit code, and output up to the end of the last process that has it open
+    """
     process = subprocess.Popen(
         command(*arguments),
         cwd=folder,
@@ -84,14 +125,16 @@ def stop_after(folder: Path, n_runs: int, *arguments: str) -> "tuple[int, str]":
         start_new_session=True,
     )
     try:
-        end = time.monotonic() + 200
-        while len(finished(folder)) < n_runs and process.poll() is None:
+        end = time.monotonic() + TIMEOUT
+        while len(finished(folder)) < 2 or not list(folder.glob("waiting-*")):
+            assert process.poll() is None, process.communicate()[0]
             assert time.monotonic() < end
             time.sleep(0.01)
-        os.killpg(process.pid, signal.SIGINT)
-        out, _ = process.communicate(timeout=60)
+        (os.killpg if to_all else os.kill)(process.pid, number)
+        out, _ = process.communicate(timeout=TIMEOUT)
     finally:
-        process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
     return process.returncode, out
 
 
@@ -112,26 +155,37 @@ def test_command_is_installed() -> None:
     assert callable(script.load())
 
 
-def test_stopped_and_resumed(tmp_path: Path, arguments: list[str]) -> None:
-    # Without looks into buffers, there are few pictures to wait for
-    arguments = [*arguments, "--n-snapshots", "0", "--snapshot-episodes"]
-    code, out = stop_after(tmp_path, 2, *arguments, "--jobs", "1")
+@pytest.mark.parametrize(
+    ("jobs", "number", "to_all"),
+    [(1, signal.SIGINT, True), (2, signal.SIGINT, True), (2, signal.SIGTERM, False)],
+)
+def test_stopped_comparison_ends_its_workers_and_resumes_with_the_rest(
+    tmp_path: Path, gate: list[str], jobs: int, number: signal.Signals, to_all: bool
+) -> None:
+    # More runs than two workers can have in their queue
+    arguments = [*gate, "--n-seeds", str(2 * jobs), "--jobs", str(jobs)]
+    code, out = stop(tmp_path, number, to_all, *arguments)
     assert code == 130, out
-    (n_kept,) = re.findall(r"Stopped: (\d) of 4 runs are finished and kept", out)
-    kept = finished(tmp_path)
-    assert len(kept) == int(n_kept) < 4
+    message = f"Stopped: 2 of {4 * jobs} runs are finished and kept. The same command makes the"
+    assert message in out
     assert "Traceback" not in out
+    kept = finished(tmp_path)
+    assert len(kept) == 2
+    if jobs > 1:
+        # A slow test resumes these
+        return
 
-    result = call(tmp_path, *arguments, "--jobs", "1")
+    (tmp_path / "open").touch()
+    result = call(tmp_path, *arguments)
     assert result.returncode == 0, result.stderr
-    assert f"{n_kept} finished before" in result.stdout
+    assert "2 finished before" in result.stdout
     assert "4/4" in result.stderr
     now = finished(tmp_path)
     assert len(now) == 4
     assert kept.items() <= now.items()
     assert "final greedy return" in result.stdout
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
-    assert page.count("data:image/png;base64,") == 2
+    assert page.count("data:image/png;base64,") == 1
 
 
 @pytest.mark.slow
@@ -140,27 +194,24 @@ def test_what_is_drawn_again_from_the_tables_alone_is_the_same(
 ) -> None:
     assert call(tmp_path, *arguments, "--jobs", "1").returncode == 0
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
-    for path in (tmp_path / "out" / "pictures").iterdir():
+    for path in (tmp_path / "out" / "pictures").glob("*/*.png"):
         path.unlink()
     (tmp_path / "out" / "runs").rename(tmp_path / "elsewhere")
     result = call(tmp_path, "plot", "out")
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "out" / "report.html").read_text(encoding="utf-8") == page
-    assert len(list((tmp_path / "out" / "pictures").iterdir())) == 8
+    assert len(list((tmp_path / "out" / "pictures").glob("*/*.png"))) == 8
 
 
 @pytest.mark.slow
-def test_stopped_with_workers_ends_with_the_same_numbers(
-    tmp_path: Path, arguments: list[str]
-) -> None:
-    more = [*arguments, "--n-seeds", "4"]
-    code, out = stop_after(tmp_path, 2, *more, "--jobs", "2")
+def test_stopped_with_workers_ends_with_the_same_numbers(tmp_path: Path, gate: list[str]) -> None:
+    more = [*gate, "--n-seeds", "4", "--jobs", "2"]
+    code, out = stop(tmp_path, signal.SIGINT, True, *more)
     assert code == 130, out
-    kept = finished(tmp_path)
-    assert 2 <= len(kept) < 8
-    assert call(tmp_path, *more, "--jobs", "2").returncode == 0
-    assert kept.items() <= finished(tmp_path).items()
-    assert call(tmp_path, *more[:-3], "other", *more[-2:], "--jobs", "1").returncode == 0
+    (tmp_path / "open").touch()
+    assert call(tmp_path, *more).returncode == 0
+    alone = ["other" if argument == "out" else argument for argument in more[:-1]] + ["1"]
+    assert call(tmp_path, *alone).returncode == 0
     assert_same(tmp_path / "out", tmp_path / "other")
 
 

@@ -44,19 +44,6 @@ def test_cartpole_reports_its_greedy_return(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_demo_prints_a_row_for_each_run_and_draws_the_curves(tmp_path: Path) -> None:
-    out = run("demo.py", "--share", "0.02", "--picture", "curves.png", folder=tmp_path)
-    rows = [line.split() for line in out.splitlines() if "-v" in line]
-    assert [row[:3] for row in rows] == [
-        ["CartPole-v1", "DQN", "1"],
-        ["CartPole-v1", "PERDQN", "1"],
-        ["GridWorld-v0", "DQN", "1"],
-        ["GridWorld-v0", "PERDQN", "1"],
-    ]
-    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_cartpole_is_solved_with_the_settings_in_the_readme(seed: int, tmp_path: Path) -> None:
     out = run("cartpole.py", "--seed", str(seed), "--no-progress-bar", folder=tmp_path)

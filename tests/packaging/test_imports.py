@@ -26,6 +26,7 @@ CORE = {"gymnasium", "numba", "numpy", "sb3_per", "sb3_per_envs", "stable_baseli
 EXPERIMENTS = {
     "dask",
     "distributed",
+    "filelock",
     "jinja2",
     "joblib",
     "matplotlib",

@@ -5,7 +5,7 @@ from stable_baselines3 import DQN
 from stable_baselines3.common.env_util import make_vec_env
 
 from sb3_per import PERDQN
-from sb3_per.compare.agents import parse_agent, parse_agents
+from sb3_per.compare.agents import Agent, parse_agent, parse_agents
 from sb3_per.compare.settings import SettingsError
 
 HYPERPARAMS: dict[str, Any] = {
@@ -31,6 +31,18 @@ HYPERPARAMS: dict[str, Any] = {
             "PER (alpha=0.5, double_q=True)",
         ),
         ("per(loss='mse')", "per(loss='mse')", "PER (loss='mse')"),
+        # As in a YAML file
+        (
+            "per(learning_rate='lin_1e-3')",
+            "per(learning_rate='lin_1e-3')",
+            "PER (learning_rate='lin_1e-3')",
+        ),
+        ("per(learning_rate='1e-3')", "per(learning_rate=0.001)", "PER (learning_rate=0.001)"),
+        (
+            "uniform(train_freq=(2, 'episode'))",
+            "uniform(train_freq=[2, 'episode'])",
+            "uniform (train_freq=[2, 'episode'])",
+        ),
         ("qrdqn(n_quantiles=25)", "qrdqn(n_quantiles=25)", "QR-DQN uniform (n_quantiles=25)"),
         ("per_qrdqn", "per_qrdqn", "QR-DQN PER"),
     ],
@@ -51,6 +63,14 @@ def test_names_and_labels(text: str, name: str, label: str) -> None:
         ("per(**{'alpha': 1})", "can't read"),
         ("per alpha=1", "can't read"),
         ("", "can't read"),
+        ("per(alpha=1e999)", "can't read .* 1e309 is too large for a number"),
+        ("per(beta=-1e999)", "can't read"),
+        ("per(alpha=1j)", "can't read"),
+        ("per(loss=nn.ReLU)", "loss is <class .*only numbers, texts, lists and dicts"),
+        ("per(learning_rate='cos_1')", "learning_rate is 'cos_1'"),
+        ("per(batch_size=0)", "batch_size is 0: an integer of at least 1"),
+        ("per(train_freq=[1])", r"train_freq is \[1\]: a number of steps is needed, or a pair"),
+        ("per(" + "(" * 500 + ")" * 500 + ")", "can't read"),
         ("per.x", "an agent is a name"),
     ],
 )
@@ -93,6 +113,43 @@ def test_quantiles_are_an_option_of_the_policy() -> None:
     parse_agent("per").check(HYPERPARAMS)
     with pytest.raises(SettingsError, match="n_quantiles is no option of per"):
         parse_agent("per(n_quantiles=7)").check(HYPERPARAMS)
+
+
+def test_learning_rate_of_an_agent_falls_like_one_of_a_file() -> None:
+    env = make_vec_env("CartPole-v1")
+    model = parse_agent("per(learning_rate='lin_1e-3')").make(env, HYPERPARAMS, 0, "cpu")
+    rates = [model.lr_schedule(remaining) for remaining in (1.0, 0.5, 0.0)]
+    assert rates == pytest.approx([1e-3, 5e-4, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("per(alpha=-1)", r"agent per\(alpha=-1\): `alpha` must be .*-1"),
+        ("per(beta=1.5)", r"agent per\(beta=1.5\): `beta` must be .*1.5"),
+        ("per(loss='mae')", "agent .*: `loss` must be .*'mae'"),
+        ("per(double_q='maybe')", "agent .*: `double_q` must be .*'maybe'"),
+        ("per_qrdqn(prioritization='magic')", "agent .*: `prioritization` must be .*'magic'"),
+        ("qrdqn(n_quantiles='many')", "agent .*: "),
+        ("per(alpha='high')", r"agent per\(alpha='high'\): "),
+    ],
+)
+def test_options_meet_the_checks_of_the_algorithm(text: str, message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        parse_agent(text).try_out(make_vec_env("CartPole-v1"), HYPERPARAMS, 0, "cpu")
+
+
+@pytest.mark.parametrize("text", ["per", "per(buffer_size=1000000000)"])
+def test_trying_out_takes_no_memory(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    monkeypatch.setattr(
+        Agent, "make", lambda self, env, hyperparams, *_: sizes.append(hyperparams["buffer_size"])
+    )
+    large = {**HYPERPARAMS, "buffer_size": 10**12}
+    parse_agent(text).try_out(make_vec_env("CartPole-v1", 2), large, 0, "cpu")
+    assert sizes == [2000]
+    parse_agent(text).try_out(make_vec_env("CartPole-v1"), {"buffer_size": 7}, 0, "cpu")
+    assert sizes[1] == (7 if text == "per" else 1000)
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,16 @@ def test_bad_settings_end_with_a_message_and_no_traceback(
     assert not (tmp_path / "x").exists()
 
 
+def test_stopped_while_the_command_is_imported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "takes_long.py").write_text("raise KeyboardInterrupt\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(cli.COMMANDS, "slow", cli.Command("", "takes_long:main", None, "atari"))
+    assert cli.main(["slow"]) == 130
+    assert capsys.readouterr().err.strip() == "sb3-per slow: stopped"
+
+
 def test_process_that_used_ray_ends_at_once_with_its_code(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

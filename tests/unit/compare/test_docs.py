@@ -15,12 +15,15 @@ from sb3_per.compare.settings import CompareSettings, PlotSettings
 from sb3_per.compare.store import Store
 from sb3_per.compare.training import TABLES
 
-PAGE = (Path(__file__).parents[3] / "docs" / "compare.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs" / "compare.md").read_text(encoding="utf-8")
 COMMANDS = [
     line
     for block in re.findall(r"^```bash\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
     for line in block.splitlines()
 ]
+# `make demo`
+COMMANDS += re.findall(r"^\t\$\(BIN\)/(sb3-per .*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
 
 def first_cells(header: str) -> list[str]:
@@ -41,9 +44,15 @@ def test_commands_are_ones(line: str) -> None:
         parse_agents(settings.agents)
 
 
+def test_makefile_has_a_demonstration() -> None:
+    assert COMMANDS[-1] == "sb3-per compare --quick --output demo"
+
+
 def test_tables_name_all_there_is() -> None:
     assert first_cells("key") == sorted(KEYS, key=first_cells("key").index)
-    assert set(first_cells("name")) == set(ALGORITHMS)
+    # The studies of the repository add agents of their own
+    ours = {name for name, about in ALGORITHMS.items() if not about.module.startswith("studies.")}
+    assert set(first_cells("name")) == ours
     assert set(first_cells("picture")) == set(PICTURES)
     assert {f"{name}.parquet" for name in TABLES} <= set(first_cells("file"))
 

@@ -1,4 +1,5 @@
 import json
+import re
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,19 @@ def test_values_written_as_python(text: str, value: Any) -> None:
         "dict(a=",
         "-'a'",
         "{[]: 1}",
+        "1e999",
+        "dict(a=[-1e999])",
+        "1j",
+        "b'bytes'",
+        "...",
+        "[" * 1000 + "]" * 1000,
+        "-" * 5000 + "1",
+        "nn" + ".nn" * 2000,
+        "1" * 20_000,
+        "9" * 5000,
+        "\0",
     ],
+    ids=lambda text: text[:20],
 )
 def test_nothing_else_is_read_and_nothing_is_run(text: str) -> None:
     with pytest.raises(SettingsError, match="can't read"):
@@ -139,8 +152,19 @@ def test_arguments_for_the_algorithm(tmp_path: Path) -> None:
         ("gamma: high", "gamma is 'high'"),
         ("learning_rate: lin_fast", "learning_rate is 'lin_fast'"),
         ("learning_rate: cos_1e-3", "learning_rate is 'cos_1e-3'"),
-        ("train_freq: [4, week]", "the unit is step or episode"),
-        ("train_freq: [4]", "train_freq is"),
+        (
+            "train_freq: [4, week]",
+            r'a number of steps is needed, or a pair such as \[2, "episode"\]',
+        ),
+        ("train_freq: [1]", r"train_freq is \[1\]: a number of steps is needed, or a pair"),
+        ("train_freq: [1, step, 2]", "a number of steps is needed, or a pair"),
+        ("train_freq: []", "a number of steps is needed, or a pair"),
+        ("train_freq: [step, 1]", "a number of steps is needed, or a pair"),
+        ('train_freq: "(1,)"', "a number of steps is needed, or a pair"),
+        ("train_freq: [0, step]", "an integer of at least 1"),
+        (f"batch_size: {10**400}", "a finite number"),
+        ("env_kwargs: {since: 2020-01-01}", "only numbers, texts, lists and dicts"),
+        ("env_kwargs: {names: !!set {a, b}}", "only numbers, texts, lists and dicts"),
         ("optimize_memory_usage: maybe", "True or False"),
         ("policy_kwargs: [64]", "a dict is needed"),
         ("policy_kwargs: \"eval('1')\"", "can't read"),
@@ -148,6 +172,7 @@ def test_arguments_for_the_algorithm(tmp_path: Path) -> None:
         ("env_wrapper: NoDot", "neither the dotted name"),
         ("env_wrapper: no.such.Wrapper", "can't import no.such.Wrapper"),
         ("env_wrapper: gymnasium.wrappers.NoSuch", "can't import gymnasium.wrappers.NoSuch"),
+        ("env_wrapper: ..x.Wrapper", r"can't import \.\.x\.Wrapper"),
     ],
 )
 def test_refusals_name_the_key_and_the_place(tmp_path: Path, line: str, message: str) -> None:
@@ -165,10 +190,58 @@ def test_what_every_section_needs(tmp_path: Path) -> None:
         load(tmp_path, "CartPole-v1: 3\n")
 
 
-@pytest.mark.parametrize("text", ["- a\n", "", "a: [\n"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "- a\n",
+        "",
+        "a: [\n",
+        # Of what it can't make a value of, PyYAML passes on errors of every kind
+        "a: !!int ''\n",
+        "a: !!bool maybe\n",
+        "a: !!timestamp soon\n",
+        "a: 2020-99-99\n",
+        f"a: {'9' * 5000}\n",
+        "a: 1\n---\na: 2\n",
+    ],
+    ids=lambda text: text[:20],
+)
 def test_files_that_are_no_hyperparameters(tmp_path: Path, text: str) -> None:
     with pytest.raises(SettingsError, match=r"own\.yml"):
         load(tmp_path, text)
+
+
+def repeated(first: str, level: str) -> str:
+    """Each of 12 lines has ten times the line before it: 10 ** 12 entries in all."""
+    lines = [f"a0: &a0 {first}"]
+    for n in range(1, 13):
+        lines.append(f"a{n}: &a{n} {level.format(', '.join([f'*a{n - 1}'] * 10))}")
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (repeated("[0]", "[{}]"), "has more than 100,000 entries"),
+        (repeated("{k: 0}", "{{<<: [{}]}}"), "has more than 100,000 entries"),
+        ("a: &a [*a]\n", "an alias that contains itself"),
+        ("a: &a {b: [*a]}\n", "an alias that contains itself"),
+        ("&a {<<: *a}\n", "an alias that contains itself"),
+        ("a: " + "[" * 5000, "is nested too deeply"),
+        ("".join(f"{' ' * n}a:\n" for n in range(2000)), "is nested too deeply"),
+    ],
+    ids=["lists", "merges", "itself", "itself deeper", "itself merged", "brackets", "mappings"],
+)
+def test_aliases_that_grow_and_nesting_without_end(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(SettingsError, match=message) as error:
+        load(tmp_path, text)
+    assert "own.yml" in str(error.value)
+    assert len(str(error.value)) < 300 + len(str(tmp_path))
+
+
+def test_aliases_in_moderation_are_read(tmp_path: Path) -> None:
+    text = "base: &base\n  n_timesteps: 7\n  policy: MlpPolicy\nCartPole-v1:\n  <<: *base\n"
+    assert load(tmp_path, text) == {"n_timesteps": 7, "policy": "MlpPolicy"}
 
 
 def test_missing_file(tmp_path: Path) -> None:
@@ -233,10 +306,34 @@ def test_env_ids(given: str, full: str) -> None:
     assert gym.make(full).spec is not None
 
 
-@pytest.mark.parametrize("env_id", ["CartPoll-v1", "CartPole-v99", "no_such_module:X-v0", ""])
+@pytest.mark.parametrize(
+    "env_id",
+    [
+        "CartPoll-v1",
+        "CartPole-v99",
+        "no_such_module:X-v0",
+        "../evil:Foo-v0",
+        "a..b:Foo-v0",
+        ".:Foo-v0",
+        "a b:Foo-v0",
+        "CartPole-v1/",
+        "",
+    ],
+)
 def test_unknown_env_ids(env_id: str) -> None:
-    with pytest.raises(SettingsError, match=f"--envs {env_id}"):
+    with pytest.raises(SettingsError, match=f"--envs {re.escape(env_id)}"):
         full_env_id(env_id)
+
+
+def test_module_that_fails_while_it_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "half_written.py").write_text("raise RuntimeError('not yet')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SettingsError, match="can't import half_written: RuntimeError: not yet"):
+        full_env_id("half_written:Foo-v0")
+    with pytest.raises(SettingsError, match=r"half_written\.Wrapper: RuntimeError: not yet"):
+        wrapper_of("half_written.Wrapper")
 
 
 def test_wrappers_go_around_in_order_with_their_arguments() -> None:
@@ -252,3 +349,35 @@ def test_wrappers_go_around_in_order_with_their_arguments() -> None:
     assert env._skip == 7
     assert isinstance(env.env, gym.wrappers.FlattenObservation)
     assert wrapper_of(None) is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "builtins.print",
+        "builtins.type",
+        "os.system",
+        "timeit.timeit",
+        "subprocess.Popen",
+        "gymnasium.make",
+        "gymnasium.Env",
+        "stable_baselines3.common.vec_env.VecNormalize",
+        "stable_baselines3.DQN",
+    ],
+)
+def test_what_is_no_wrapper_is_never_called(tmp_path: Path, name: str) -> None:
+    for line in (f"env_wrapper: {name}", f"env_wrapper: [{name}: {{a: 1}}]"):
+        with pytest.raises(SettingsError, match=f"{name} is no wrapper: a class derived from"):
+            load_line(tmp_path, line)
+
+
+def test_file_that_names_functions_runs_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    line = (
+        "env_wrapper: [builtins.type, {timeit.timeit: "
+        "{setup: \"__import__('os').system('echo it ran')\", number: 0}}]"
+    )
+    with pytest.raises(SettingsError, match=r"builtins\.type is no wrapper"):
+        load_line(tmp_path, line)
+    assert "it ran" not in capfd.readouterr().out

@@ -33,6 +33,18 @@ def test_moving_average_over_more_values_than_there_are() -> None:
     assert moving_average([], 20).shape == (0,)
 
 
+@pytest.mark.parametrize("odd", [INF, -INF, math.nan, 1e300, -1e300])
+def test_moving_average_after_an_odd_value_is_as_without_it(odd: float) -> None:
+    averages = moving_average([1.0, odd, 3.0, 5.0, 7.0], 2)
+    assert averages[[0, 3, 4]].tolist() == [1.0, 4.0, 6.0]
+    # It is in two means
+    assert (averages[[1, 2]] == pytest.approx([odd / 2, odd / 2], nan_ok=True)) is True
+
+
+def test_moving_average_of_huge_values_overflows_without_a_warning() -> None:
+    assert moving_average([1.7e308, 1.7e308, 0.0, 0.0], 2).tolist() == [1.7e308, INF, 8.5e307, 0.0]
+
+
 def test_at_steps_takes_the_latest_value_and_nothing_from_the_future() -> None:
     found = at_steps([3, 7, 7], [10.0, 20.0, 30.0], [0, 3, 6, 7, 100])
     assert np.isnan(found[0])
@@ -216,3 +228,22 @@ def test_interval_of_the_probability_of_improvement() -> None:
     value, low, high = probability_of_improvement_interval([2.0], [1.0, 1.5])
     assert value == 1.0
     assert np.isnan([low, high]).all()
+
+
+@pytest.mark.parametrize("odd", [INF, -INF, math.nan])
+def test_scores_that_can_not_be_averaged_have_no_interval(odd: float) -> None:
+    estimate = interquartile_mean_interval([odd, 1.0, 2.0])
+    assert estimate.value == pytest.approx(odd, nan_ok=True)
+    assert math.isnan(estimate.low)
+    assert math.isnan(estimate.high)
+    # Of curves, at that point alone
+    low, high = bootstrap_interval([[[1.0, odd], [2.0, 4.0]]], interquartile_mean)
+    assert np.isnan([low, high]).tolist() == [[False, True], [False, True]]
+    better = probability_of_improvement_interval([odd, 1.0], [2.0, 3.0])
+    assert better.value == pytest.approx({INF: 0.5, -INF: 0.0}.get(odd, math.nan), nan_ok=True)
+
+
+def test_huge_scores_have_an_interval_or_none_and_no_warning() -> None:
+    for scores in ([1.7e308] * 3, [-1e300, 1e300, 0.0], [1.7e308, -1.7e308]):
+        interquartile_mean_interval(scores)
+    assert interquartile_mean_interval([-1e300, 1e300]).low == -1e300

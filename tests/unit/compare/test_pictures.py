@@ -11,7 +11,7 @@ from matplotlib.patches import StepPatch
 
 from sb3_per.compare import pictures
 from sb3_per.compare.metrics import interquartile_mean
-from sb3_per.compare.pictures import PICTURES, Picture, View, draw, file_name
+from sb3_per.compare.pictures import PICTURES, Picture, View, draw, picture_of
 from sb3_per.compare.store import Store
 from sb3_per.compare.style import COLORS, style
 from sb3_per.compare.summary import Comparison
@@ -27,9 +27,13 @@ def comparison(finished: Path) -> Comparison:
 
 def picture(comparison: Comparison, kind: str, env_id: str = GRID) -> Picture:
     with style():
-        made = PICTURES[kind](View(comparison, env_id))
+        made = picture_of(View(comparison, env_id), kind)
     assert made is not None
     return made
+
+
+def kinds_of(comparison: Comparison) -> list[str]:
+    return [kind for kind in PICTURES if picture_of(View(comparison, GRID), kind) is not None]
 
 
 def axes_of(made: Picture) -> list[Axes]:
@@ -43,11 +47,11 @@ def line(axes: Axes, label: str) -> Any:
 
 def test_every_kind_is_drawn_where_it_applies(finished: Path) -> None:
     # CartPole has no places
-    expected = {file_name(GRID, kind) for kind in PICTURES}
-    expected |= {file_name("CartPole-v1", kind) for kind in PICTURES if kind != "places"}
-    assert {path.name for path in (finished / "pictures").iterdir()} == expected
-    assert "sb3_per-GridWorld-v0-rewards.png" in expected
-    for path in (finished / "pictures").iterdir():
+    expected = {f"sb3_per+GridWorld-v0/{kind}.png" for kind in PICTURES}
+    expected |= {f"CartPole-v1/{kind}.png" for kind in PICTURES if kind != "places"}
+    paths = list((finished / "pictures").glob("*/*"))
+    assert {"/".join(path.parts[-2:]) for path in paths} == expected
+    for path in paths:
         assert path.read_bytes().startswith(b"\x89PNG")
 
 
@@ -55,12 +59,12 @@ def test_picture_of_before_that_no_longer_applies_goes(
     comparison: Comparison, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pictures, "PICTURES", {"places": PICTURES["places"]})
-    (tmp_path / "CartPole-v1-places.png").write_bytes(b"old")
+    (tmp_path / "CartPole-v1").mkdir()
+    (tmp_path / "CartPole-v1" / "places.png").write_bytes(b"old")
     drawn = draw(comparison, tmp_path)
-    assert [(made.kind, made.env_id, path) for made, path in drawn] == [
-        ("places", GRID, tmp_path / "sb3_per-GridWorld-v0-places.png")
-    ]
-    assert [path.name for path in tmp_path.iterdir()] == ["sb3_per-GridWorld-v0-places.png"]
+    path = tmp_path / "sb3_per+GridWorld-v0" / "places.png"
+    assert [(made.kind, made.env_id, where) for made, where in drawn] == [("places", GRID, path)]
+    assert list(tmp_path.glob("*/*")) == [path]
 
 
 @pytest.mark.parametrize("kind", PICTURES)
@@ -201,16 +205,13 @@ def test_comparison_without_looks_and_without_a_threshold(comparison: Comparison
         "run": {**comparison.settings["run"], "snapshot_episodes": []},
         "analysis": {"window": 5, "thresholds": {}},
     }
-    view = View(Comparison(tables, settings), GRID)
-    made = [kind for kind, make in PICTURES.items() if make(view) is not None]
-    assert made == ["rewards"]
+    assert kinds_of(Comparison(tables, settings)) == ["rewards"]
 
 
 def test_looks_at_stages_alone(comparison: Comparison) -> None:
     snapshots = comparison.tables["snapshots"]
     tables = {**comparison.tables, "snapshots": snapshots[snapshots["reason"] == "episode"]}
-    view = View(Comparison(tables, comparison.settings), GRID)
-    made = [kind for kind, make in PICTURES.items() if make(view) is not None]
+    made = kinds_of(Comparison(tables, comparison.settings))
     assert made == ["rewards", "threshold", "td-error-stages", "sampled-priorities", "places"]
 
 
@@ -231,8 +232,7 @@ def test_errors_and_priorities_of_zero(comparison: Comparison, tmp_path: Path) -
 
 def test_uniform_replay_alone_has_no_pictures_of_priorities(comparison: Comparison) -> None:
     tables = {name: table[table["agent"] == "uniform"] for name, table in comparison.tables.items()}
-    view = View(Comparison(tables, comparison.settings), GRID)
-    made = [kind for kind, make in PICTURES.items() if make(view) is not None]
+    made = kinds_of(Comparison(tables, comparison.settings))
     assert made == ["rewards", "threshold", "td-error", "td-error-stages", "places"]
 
 
@@ -242,8 +242,75 @@ def test_more_agents_than_colors(comparison: Comparison) -> None:
     assert len(set(colors.values())) == len(COLORS) == 8
 
 
-def test_file_names() -> None:
-    assert file_name("sb3_per_envs:sb3_per/GridWorld-v0", "rewards") == (
-        "sb3_per-GridWorld-v0-rewards.png"
+# Values that can't be drawn
+
+ODD = [-np.inf, np.nan, 1.7e308]
+
+
+def with_value(
+    comparison: Comparison, table: str, column: str, value: float, agent: str = "uniform"
+) -> Comparison:
+    """In the fourth row of the agent."""
+    rows = comparison.tables[table].astype({column: np.float64})
+    rows.loc[rows.index[(rows["env"] == GRID) & (rows["agent"] == agent)][3], column] = value
+    return Comparison({**comparison.tables, table: rows}, comparison.settings)
+
+
+def text_of(made: Picture) -> str:
+    return " ".join(text.get_text() for axes in axes_of(made) for text in axes.texts)
+
+
+@pytest.mark.parametrize("value", ODD)
+@pytest.mark.parametrize(
+    ("table", "column", "kind", "noun"),
+    [
+        ("episodes", "reward", "rewards", "an episode reward"),
+        ("evaluations", "return", "rewards", "a return"),
+        ("snapshots", "td_error_mean", "td-error", "a mean TD error"),
+        ("transitions", "td_error", "td-error-stages", "a TD error"),
+    ],
+)
+def test_values_that_fit_on_no_axis_are_told_in_the_place_of_their_picture(
+    comparison: Comparison, table: str, column: str, kind: str, noun: str, value: float
+) -> None:
+    odd = with_value(comparison, table, column, value)
+    made = picture(odd, kind)
+    problem = f"GridWorld-v0: not drawn, because uniform has {noun} of {value:g} (seed 0)"
+    assert (text_of(made), made.alt, made.title) == (problem, problem, PICTURES[kind].title)
+    # The other environment is as it was
+    assert len(axes_of(picture(odd, kind, "CartPole-v1"))) == len(
+        axes_of(picture(comparison, kind, "CartPole-v1"))
     )
-    assert file_name("CartPole-v1", "places") == "CartPole-v1-places.png"
+
+
+@pytest.mark.parametrize("value", ODD)
+@pytest.mark.parametrize(
+    ("table", "column", "kind"),
+    [
+        ("snapshots", "priority_q95", "priorities"),
+        ("transitions", "priority", "sampled-priorities"),
+    ],
+)
+def test_priorities_that_fit_on_no_axis(
+    comparison: Comparison, table: str, column: str, kind: str, value: float
+) -> None:
+    odd = with_value(comparison, table, column, value, agent="per")
+    assert f"not drawn, because PER has a priority of {value:g}" in text_of(picture(odd, kind))
+
+
+@pytest.mark.parametrize("value", ODD)
+def test_all_pictures_are_drawn_whatever_the_rewards(
+    comparison: Comparison, value: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    odd = with_value(comparison, "episodes", "reward", value)
+    odd = with_value(odd, "evaluations", "return", value)
+    odd = with_value(odd, "snapshots", "td_error_mean", value)
+    odd = with_value(odd, "transitions", "td_error", value)
+    wanted = ("rewards", "threshold", "td-error", "td-error-stages", "places")
+    monkeypatch.setattr(pictures, "PICTURES", {kind: PICTURES[kind] for kind in wanted})
+    drawn = draw(odd, tmp_path)
+    kinds = [(made.env_id, made.kind) for made, _ in drawn]
+    assert kinds == [(GRID, kind) for kind in wanted] + [
+        ("CartPole-v1", kind) for kind in wanted if kind != "places"
+    ]
+    assert all(path.stat().st_size > 0 for _, path in drawn)

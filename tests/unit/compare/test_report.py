@@ -95,7 +95,7 @@ def test_page_contains_every_picture(finished: Path, page: Page) -> None:
         assert image["alt"]
         width, height = int(str(image["width"])), int(str(image["height"]))
         assert (width > 300, height > 200) == (True, True)
-    files = {path.read_bytes() for path in (finished / "pictures").iterdir()}
+    files = {path.read_bytes() for path in (finished / "pictures").glob("*/*.png")}
     assert len(embedded) == 15
     assert set(embedded) == files
 
@@ -103,7 +103,7 @@ def test_page_contains_every_picture(finished: Path, page: Page) -> None:
 def test_numbers_are_those_that_the_tables_give(page: Page, comparison: Comparison) -> None:
     summary = summarize(comparison)
     for env_id in comparison.env_ids:
-        for measure, (title, _) in MEASURES.items():
+        for measure, about in MEASURES.items():
             rows = summary[(summary["env"] == env_id) & (summary["measure"] == measure)]
             if rows.empty:
                 continue
@@ -113,7 +113,7 @@ def test_numbers_are_those_that_the_tables_give(page: Page, comparison: Comparis
             ]
             if measure.startswith("better"):
                 cells = [NO_VALUE, *cells]
-            assert [title, *cells] in page.rows
+            assert [about.title, *cells] in page.rows
 
 
 def test_greedy_return_recomputed_from_the_table_alone(
@@ -186,8 +186,13 @@ def test_plot_needs_the_tables_and_settings_alone(
     assert all(image in page.images for image in again.images)
     assert (tables_alone / "summary.csv").read_bytes() == (finished / "summary.csv").read_bytes()
     out = capsys.readouterr().out
-    assert f"3 pictures and the report: {tables_alone / 'report.html'}" in out
     assert "final greedy return" in out
+    first = tables_alone / "pictures" / "sb3_per+GridWorld-v0" / "td-error.png"
+    assert out.splitlines()[-2:] == [
+        f"3 pictures, the first of them: {first}",
+        f"The page with all of them: {tables_alone / 'report.html'}",
+    ]
+    assert first.is_file()
 
 
 def test_plot_with_another_threshold_and_window(

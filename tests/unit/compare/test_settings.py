@@ -50,6 +50,8 @@ def test_agents_and_environments_come_as_lists() -> None:
         ({"max_transitions": 0}, "--max-transitions"),
         ({"budget": 0.0}, "--budget must be above 0"),
         ({"budget": float("nan")}, "--budget must be above 0"),
+        ({"budget": float("inf")}, "--budget must be above 0 and finite, got inf"),
+        ({"threshold": float("nan")}, "--threshold must be a finite number, got nan"),
         ({"budget": 0.5, "timesteps": 10}, "--budget or --timesteps, not both"),
         ({"snapshot_episodes": (0, -5)}, r"--snapshot-episodes .* got \(0, -5\)"),
         ({"jobs": 0}, "--jobs"),

@@ -135,6 +135,7 @@ def test_runs_without_an_episode_or_a_snapshot() -> None:
         ("n_reached", Estimate(7.0, NAN, NAN), "7 of 10"),
         ("final_return", Estimate(498.26, 450.0, 500.0), "498 [450, 500]"),
         ("final_return", Estimate(-110.4, NAN, NAN), "-110"),
+        ("final_return", Estimate(-INF, NAN, NAN), "-inf"),
         ("final_return", Estimate(0.12345, 0.1, 0.2), "0.123 [0.1, 0.2]"),
         ("episodes_to_threshold", Estimate(62.0, 55.0, INF), "62 [55, not reached]"),
         ("steps_to_threshold", Estimate(12345.0, 900.0, 20000.0), "12,345 [900, 20,000]"),

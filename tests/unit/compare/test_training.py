@@ -1,3 +1,4 @@
+from collections.abc import Iterator
 from typing import Any
 
 import gymnasium as gym
@@ -228,6 +229,74 @@ def test_several_environments_with_normalized_observations_and_rewards(models: l
     assert tables["snapshots"]["n_transitions"].max() == 250
     assert (tables["transitions"]["cell"] == -1).all()
     assert (tables["snapshots"]["n_cells"] == 0).all()
+
+
+class Images(gym.Env[Any, Any]):
+    """Channels last, of 36 by 36 pixels; ends after five steps."""
+
+    observation_space = gym.spaces.Box(0, 255, (36, 36, 1), np.uint8)
+    action_space = gym.spaces.Discrete(2)
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.n_steps = 0
+        return self._observation(), {}
+
+    def step(self, _: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.n_steps += 1
+        return self._observation(), 1.0, self.n_steps == 5, False, {}
+
+    def _observation(self) -> Any:
+        return np.full((36, 36, 1), self.n_steps, np.uint8)
+
+
+@pytest.fixture
+def images() -> Iterator[str]:
+    gym.register("Images-v0", Images)
+    yield "Images-v0"
+    del gym.registry["Images-v0"]
+
+
+STACKED = {**GRID, "n_timesteps": 200, "env_kwargs": {}, "frame_stack": 3}
+
+
+@pytest.mark.parametrize("normalize", [True, "dict(norm_obs=True, norm_reward=False)"])
+@pytest.mark.parametrize("n_envs", [1, 2])
+def test_stacked_frames_are_normalized(models: list[Any], normalize: Any, n_envs: int) -> None:
+    hyperparams = {**STACKED, "n_envs": n_envs, "normalize": normalize}
+    tables = train(run("per", "CartPole-v1", hyperparams=hyperparams))
+    env = models[0].get_vec_normalize_env()
+    assert env.obs_rms.mean.shape == (12,)
+    # Stored as they are, normalized where they are used
+    buffer = models[0].replay_buffer
+    assert buffer.observations.shape[2:] == (12,)
+    batch = buffer.sample(64, env=env)
+    assert np.abs(buffer.observations).max() != pytest.approx(float(batch.observations.abs().max()))
+    assert tables["evaluations"]["steps"].max() == 200
+    assert (tables["episodes"]["reward"] == tables["episodes"]["length"]).all()
+
+
+def test_rewards_beside_images_are_normalized(models: list[Any], images: str) -> None:
+    hyperparams = {
+        **STACKED,
+        "n_timesteps": 80,
+        "policy": "CnnPolicy",
+        "policy_kwargs": {},
+        "normalize": "dict(norm_obs=False, norm_reward=True)",
+    }
+    tables = train(run("per", images, hyperparams=hyperparams, n_evals=1))
+    # Channels go first, the latest frame last, as SB3 has it without VecNormalize
+    stored = models[0].replay_buffer.observations
+    assert stored.shape[2:] == (3, 36, 36)
+    assert stored[:5, 0, :, 0, 0].tolist() == [
+        [0, 0, 0],
+        [0, 0, 1],
+        [0, 1, 2],
+        [1, 2, 3],
+        [2, 3, 4],
+    ]
+    assert (tables["episodes"]["reward"] == 5.0).all()
+    assert (tables["evaluations"]["return"] == 5.0).all()
 
 
 # Evaluations

@@ -1,11 +1,9 @@
-"""The Blind Cliffwalk experiment against plain twins, and what its command writes."""
+"""The Blind Cliffwalk experiment against plain twins, and what the study says of its runs."""
 
 import itertools
-import json
 import math
-import re
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,25 +11,23 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 import pytest
-import tyro
-from matplotlib import image
 
-from sb3_per.compare.settings import SettingsError
 from sb3_per_envs import BlindCliffwalkEnv
 from studies import blind_cliffwalk
 from studies.blind_cliffwalk import (
-    BlindCliffwalkSettings,
+    AGENTS,
+    STUDY,
     Run,
     draw,
     learn,
-    main,
     markdown,
-    plan,
+    pictures_of,
     replay_memory,
-    run_all,
     summarize,
     true_values,
 )
+from studies.command import StudySettings, main, plan
+from studies.study import read_runs
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -232,22 +228,27 @@ def test_seeds_differ_and_replays_share_the_start() -> None:
 # --- tables ---
 
 
-def table_of(**updates: list[int | None]) -> pd.DataFrame:
-    """Runs of 8 states, tabular."""
+def table_of(task: str, **updates: Sequence[int | None]) -> pd.DataFrame:
+    """Runs of a task, by agent; an underscore stands for a hyphen."""
+    n = int(task.split("-")[1])
     rows = [
-        {"approximation": "tabular", "replay": replay, "n": 8, "transitions": 510, "seed": seed}
-        | {"updates": number}
-        for replay, numbers in updates.items()
+        (task, agent.replace("_", "-"), seed, 2 ** (n + 1) - 2, number)
+        for agent, numbers in updates.items()
         for seed, number in enumerate(numbers)
     ]
-    return pd.DataFrame(rows).astype({"updates": "Int64"})
+    table = pd.DataFrame(rows, columns=["task", "agent", "seed", "transitions", "updates"])
+    return table.astype({"updates": "Int64"})
 
 
 def test_summary_counts_runs_that_did_not_learn_as_the_longest() -> None:
     table = table_of(
-        uniform=[5, 1, None, 3], rank=[2, None, None, 1], oracle=[None] * 3, greedy=[4, 4, 10]
+        "tabular-8",
+        uniform=[5, 1, None, 3],
+        rank=[2, None, None, 1],
+        oracle=[None] * 3,
+        greedy=[4, 4, 10],
     )
-    summary = summarize(table).set_index("replay")
+    summary = summarize(table).set_index("agent")
     assert summary.loc["uniform", ["median", "low", "high"]].tolist() == [4.0, 1.0, math.inf]
     assert summary.loc["rank", ["median", "low", "high"]].tolist() == [math.inf, 1.0, math.inf]
     assert summary.loc["oracle", "median"] == math.inf
@@ -257,27 +258,34 @@ def test_summary_counts_runs_that_did_not_learn_as_the_longest() -> None:
 
 
 def test_table_of_medians() -> None:
-    table = table_of(oracle=[None, None], uniform=[7_000, 9_009], proportional=[1_000, None])
-    lines = markdown(summarize(table), "tabular").splitlines()
-    assert lines == [
-        "| n | transitions | uniform | proportional | oracle |",
-        "|---|---|---|---|---|",
-        "| 8 | 510 | 8,005 (7,000 to 9,009) | never (1,000 to never) | never |",
+    """Compared with the independent implementation where it has a number, tabular alone."""
+    updates: dict[str, Sequence[int | None]] = {
+        "uniform": [7_000, 9_009],
+        "proportional": [1_000, None],
+        "proportional_from_eps": [1],
+        "oracle": [None, None],
+    }
+    tasks = [table_of(task, **updates) for task in ("tabular-8", "linear-8")]
+    summary = summarize(pd.concat([*tasks, table_of("tabular-9", uniform=[3])]))
+    agents = ["uniform", "proportional", "oracle", "proportional-from-eps"]
+    assert markdown(summary, "tabular", agents) == [
+        "| n | transitions | uniform | proportional | oracle | proportional from eps |",
+        "|---|---|---|---|---|---|",
+        # 8004.5 / 7277 is 1.0999...
+        "| 8 | 510 | 8,005 (7,000 to 9,009), +10% | never (1,000 to never) | never | 1 (1 to 1) |",
+        "| 9 | 1,022 | 3 (3 to 3) | - | - | - |",
     ]
-    # 8004.5 / 7277 is 1.0999...
-    compared = markdown(summarize(table_of(uniform=[7_000, 9_009], rank=[1])), "tabular", True)
-    assert compared.splitlines()[2] == "| 8 | 510 | 8,005 (7,000 to 9,009), +10% | 1 (1 to 1) |"
+    assert markdown(summary, "linear", agents[:1])[2] == "| 8 | 510 | 8,005 (7,000 to 9,009) |"
 
 
 def test_the_picture_shows_medians_and_ranges() -> None:
     sizes = [
-        table_of(uniform=[5, 7, 9], oracle=[1, 2, None], greedy=[None] * 3),
-        table_of(uniform=[50, 70, None], oracle=[None, None, 3], greedy=[None] * 3).assign(
-            n=9, transitions=1022
-        ),
-        table_of(uniform=[5, 5, 5]).assign(approximation="linear"),
+        table_of("tabular-8", uniform=[5, 7, 9], oracle=[1, 2, None], greedy=[None] * 3),
+        table_of("tabular-9", uniform=[50, 70, None], oracle=[None, None, 3], greedy=[None] * 3),
+        table_of("linear-8", uniform=[5, 5, 5]),
     ]
-    picture = draw(summarize(pd.concat(sizes)), "some title")
+    summary = summarize(pd.concat(sizes))
+    picture = draw(summary, ["uniform", "oracle", "greedy", "rank"], "some title")
     tabular, linear = picture.axes
     assert picture.get_suptitle() == "some title"
     assert [axes.get_xscale() + axes.get_yscale() for axes in picture.axes] == ["loglog"] * 2
@@ -293,130 +301,77 @@ def test_the_picture_shows_medians_and_ranges() -> None:
     assert tabular.get_ylim() == linear.get_ylim()
 
 
-# --- the command ---
+def test_one_picture_for_each_priority_at_the_start() -> None:
+    def shown(*agents: str) -> dict[str, list[str]]:
+        summary = summarize(table_of("tabular-4", **dict.fromkeys(agents, (1, 2))))
+        names = [agent.replace("_", "-") for agent in agents]
+        return {
+            name: [str(line.get_label()) for line in picture.axes[0].get_lines()]
+            for name, picture in pictures_of(summary, names).items()
+        }
+
+    assert shown("uniform", "rank", "oracle", "rank_from_eps") == {
+        "from_max": ["uniform", "rank-based", "oracle"],
+        "from_eps": ["uniform", "oracle", "rank-based from eps"],
+    }
+    assert shown("uniform", "greedy") == {"from_max": ["uniform", "greedy TD error"]}
 
 
-def test_settings_that_are_asked_for() -> None:
-    settings = tyro.cli(BlindCliffwalkSettings, args=[])
-    assert settings == BlindCliffwalkSettings()
-    assert settings.sizes == tuple(range(2, 17))
-    assert settings.seeds == tuple(range(20))
-    assert settings.folder == Path("blind-cliffwalk")
-    assert len(plan(settings)) == 2 * 5 * 15 * 20
-    options = ["--quick", "--initial-priority", "eps", "--first-seed", "5"]
-    settings = tyro.cli(BlindCliffwalkSettings, args=[*options, "--replays", "rank", "greedy"])
-    assert settings.replays == ("rank", "greedy")
-    assert settings.sizes == tuple(range(2, 11))
-    assert settings.seeds == (5, 6, 7)
-    assert settings.folder == Path("blind-cliffwalk-eps")
-    assert replace(settings, largest=4, n_seeds=1).sizes == (2, 3, 4)
-    assert replace(settings, n_seeds=2).seeds == (5, 6)
-    settings.check()
+# --- the study ---
 
 
-def test_each_run_gets_its_options() -> None:
-    settings = BlindCliffwalkSettings(
-        replays=("proportional", "rank"),
-        largest=2,
-        n_seeds=1,
-        alpha=0.5,
-        rank_alpha=0.9,
-        eps=0.01,
-        approximations=("linear",),
-    )
-    assert plan(settings) == [
-        Run("linear", "proportional", 2, 0, 0.5, 0.01, 1.0),
-        Run("linear", "rank", 2, 0, 0.9, 0.01, 1.0),
-    ]
-    starved = plan(replace(settings, initial_priority="eps"))
-    assert [run.initial_priority for run in starved] == [0.01, 0.01]
+def test_all_runs_of_the_study() -> None:
+    """The settings of the paper, and the same with priorities of eps at the start."""
+    runs, agents, base = plan(StudySettings("blind-cliffwalk", n_seeds=2))
+    assert len({run.key for run in runs}) == len(runs) == 2 * 15 * 8 * 2
+    assert {run.details.n for run in runs} == set(range(2, 17))
+    assert (agents, base) == (list(AGENTS), None)
+    by_agent = {
+        run.key[1]: run.details for run in runs if (run.key[0], run.key[2]) == ("linear-5", 1)
+    }
+    run = Run("linear", "uniform", 5, 1)
+    assert by_agent == {
+        "uniform": run,
+        "oracle": run._replace(replay="oracle"),
+        "rank": run._replace(replay="rank", alpha=0.7),
+        "proportional": run._replace(replay="proportional"),
+        "greedy": run._replace(replay="greedy"),
+        "rank-from-eps": run._replace(replay="rank", alpha=0.7, initial_priority=1e-6),
+        "proportional-from-eps": run._replace(replay="proportional", initial_priority=1e-6),
+        "greedy-from-eps": run._replace(replay="greedy", initial_priority=1e-6),
+    }
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"smallest": 1}, "--smallest must be from 2 to 20, got 1"),
-        ({"largest": 21}, "--largest must be from 2 to 20, got 21"),
-        ({"smallest": 9, "largest": 8}, "--largest must be from 9 to 20, got 8"),
-        ({"n_seeds": 0}, "--n-seeds must be from 1 to inf, got 0"),
-        ({"first_seed": -1}, "--first-seed must be from 0 to inf, got -1"),
-        ({"alpha": -0.1}, "--alpha must be a finite number of at least 0, got -0.1"),
-        ({"rank_alpha": math.nan}, "--rank-alpha must be a finite number of at least 0, got nan"),
-        ({"eps": 0.0}, "--eps must be above 0 and at most 1, got 0.0"),
-        ({"jobs": 0}, "--jobs must be a number of runs, or -1 for all cores, got 0"),
-        ({"replays": ()}, "--replays needs each at most once, at least one, got ()"),
-        ({"approximations": ("linear",) * 2}, "--approximations needs each at most once"),
-    ],
-)
-def test_settings_that_are_refused(
-    options: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("jobs", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_study_writes_what_it_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], jobs: int
 ) -> None:
-    settings = BlindCliffwalkSettings(**options, output=tmp_path / "new")
-    with pytest.raises(SettingsError, match=re.escape(message)):
-        settings.check()
-    assert main(settings) == 2
-    assert f"sb3-per blind-cliffwalk: {message}" in capsys.readouterr().err
-    assert not (tmp_path / "new").exists()
-
-
-def test_a_folder_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "file").touch()
-    assert main(BlindCliffwalkSettings(output=tmp_path / "file")) == 2
-    assert f"can't make the folder --output {tmp_path / 'file'}" in capsys.readouterr().err
-
-
-def test_the_command_writes_what_it_found(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    settings = BlindCliffwalkSettings(
-        largest=4, n_seeds=3, first_seed=2, jobs=1, output=tmp_path / "new" / "folder"
+    """The same numbers with any number of workers; runs that did not learn have none."""
+    settings = StudySettings(
+        "blind-cliffwalk",
+        tasks=("tabular-3", "linear-4"),
+        agents=("greedy-from-eps", "uniform", "rank"),
+        n_seeds=2,
+        first_seed=2,
+        output=tmp_path / "new" / "folder",
+        jobs=jobs,
     )
     assert main(settings) == 0
     out = capsys.readouterr().out
-    assert out.startswith("90 runs: 3 sizes, 5 ways of replay, 3 seed(s).")
-    table = pd.read_csv(settings.folder / "runs.csv")
-    assert len(table) == 90
-    for row in table.sample(8, random_state=0).itertuples():
-        alpha = 0.7 if row.replay == "rank" else 0.6
-        run = Run(row.approximation, row.replay, row.n, row.seed, alpha)
-        assert row.updates == learn(run)
-        assert row.transitions == 2 ** (row.n + 1) - 2
-    assert set(table["seed"]) == {2, 3, 4}
-    medians = (settings.folder / "medians.md").read_text()
+    runs = read_runs(settings.folder / "runs.csv")
+    assert list(runs.columns) == ["task", "agent", "seed", *STUDY.measures]
+    assert len(runs) == 12
+    for row in runs.itertuples():
+        run = STUDY.run_of(row.task, row.agent, row.seed).details
+        assert row.transitions == run.n_transitions
+        n_updates = learn(run)
+        assert math.isnan(row.updates) if n_updates is None else row.updates == n_updates
+    assert set(runs["seed"]) == {2, 3}
+    assert runs["updates"].isna().sum() == 4
+    summary = (settings.folder / "summary.md").read_text()
+    assert summary.startswith("# Updates until learned: median (smallest to largest) of 2 runs\n")
     for approximation in ("tabular", "linear"):
-        part = markdown(summarize(table), approximation)
-        assert f"## {approximation}\n\n{part}\n" in medians
-        assert part in out
-    assert "median (smallest to largest) of 3 runs" in medians
-    written = json.loads((settings.folder / "settings.json").read_text())
-    assert written["settings"]["n_seeds"] == 3
-    assert written["settings"]["alpha"] == 0.6
-    assert written["seeds"] == [2, 3, 4]
-    assert "numba" in written["versions"]
-    pixels = image.imread(settings.folder / "blind_cliffwalk.png")
-    assert pixels.shape[1] > pixels.shape[0] > 300
-    assert pixels[..., :3].std() > 0.05
-
-
-@pytest.mark.slow
-def test_the_same_numbers_with_any_number_of_workers() -> None:
-    runs = plan(BlindCliffwalkSettings(largest=4, n_seeds=2))
-    pd.testing.assert_frame_equal(run_all(runs, 1), run_all(runs, 2))
-
-
-def test_runs_that_did_not_learn_are_missing_in_the_table(tmp_path: Path) -> None:
-    settings = BlindCliffwalkSettings(
-        smallest=4,
-        largest=4,
-        n_seeds=1,
-        replays=("greedy", "uniform"),
-        initial_priority="eps",
-        approximations=("tabular",),
-        output=tmp_path,
-        jobs=1,
-    )
-    assert main(settings) == 0
-    rows = (tmp_path / "runs.csv").read_text().splitlines()
-    assert rows[0] == "approximation,replay,n,transitions,seed,updates"
-    assert rows[1] == "tabular,greedy,4,30,0,"
-    assert re.fullmatch(r"tabular,uniform,4,30,0,\d+", rows[2])
+        lines = markdown(summarize(runs), approximation, settings.agents)
+        assert f"## {approximation}\n\n" + "\n".join(lines) + "\n" in summary
+    assert out.endswith(summary)
+    assert {path.name for path in settings.folder.glob("*.png")} == {"from_max.png", "from_eps.png"}

@@ -70,6 +70,35 @@ def test_refresh_measures_all_when_the_target_network_has_changed() -> None:
     assert np.abs(expected / before - 1.0).max() > 0.01
 
 
+@pytest.mark.parametrize("prioritization", ["proportional", "rank"])
+@pytest.mark.parametrize("weight_normalization", ["batch", "buffer"])
+@pytest.mark.parametrize("uniform_share", [0.0, 0.25, 1.0])
+def test_weights_undo_the_probabilities_that_were_drawn_with(
+    prioritization: Any, weight_normalization: Any, uniform_share: float
+) -> None:
+    """Divided by the largest of the batch or of the buffer: at most 1, for whatever masses."""
+    n, beta = 50, 0.7
+    buffer = buffer_of(
+        n,
+        alpha=0.9,
+        beta=beta,
+        eps=1e-3,
+        prioritization=prioritization,
+        weight_normalization=weight_normalization,
+        uniform_share=uniform_share,
+    )
+    buffer.update_priorities(np.arange(n), 100.0 * np.arange(n))
+    probabilities = (1.0 - uniform_share) * buffer.probabilities + uniform_share / n
+    np.random.seed(1)
+    for _ in range(5):
+        batch = buffer.sample(8)
+        among = probabilities[batch.indices] if weight_normalization == "batch" else probabilities
+        expected = (among.min() / probabilities[batch.indices]) ** beta
+        weights = batch.weights.numpy().ravel()
+        np.testing.assert_allclose(weights, expected, rtol=1e-6)
+        assert weights.max() <= 1.0
+
+
 def test_a_share_of_each_batch_is_drawn_uniformly() -> None:
     """Chi-square at 0.001 with a fixed seed; without the share the same test fails."""
     n, share = 8, 0.25
@@ -113,6 +142,12 @@ def test_unknown_options_are_refused(options: dict[str, Any]) -> None:
     ((name, value),) = options.items()
     with pytest.raises(ValueError, match=f"`{name}` must be .*{value}"):
         PERDQNTrial("MlpPolicy", "CartPole-v1", **options)
+
+
+def test_memory_saving_is_refused() -> None:
+    """It keeps transitions that may not be drawn, uniformly neither."""
+    with pytest.raises(ValueError, match="does not support `optimize_memory_usage=True`"):
+        buffer_of(4, optimize_memory_usage=True, handle_timeout_termination=False)
 
 
 def test_as_an_agent_it_takes_the_options_of_both() -> None:

@@ -1,0 +1,165 @@
+"""Studies in which networks learn: their tasks, and what is kept of a run."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sb3_per.compare.agents import parse_agent
+from sb3_per.compare.settings import SettingsError
+from sb3_per.compare.training import Run, train
+from studies.report import write_report
+from studies.study import Row, Study, StudyRun
+
+__all__ = ["CLIFFWALKS", "TASKS", "NetworkStudy", "Task", "corridor"]
+
+
+class Task(NamedTuple):
+    """
+    An environment with the hyperparameters that all agents share.
+
+    :param env_id: of Gymnasium
+    :param eval_episodes: of each evaluation; one where environment and start are always the same
+    :param hyperparams: in the form of rl-zoo's files, in place of those of :data:`SHARED`
+    :param n_evals: greedy evaluations along each run, besides the one before it
+    """
+
+    env_id: str
+    eval_episodes: int
+    hyperparams: Mapping[str, Any]
+    n_evals: int = 20
+
+
+#: What tasks have in common where they don't say otherwise. Eight environments side by side and
+#: two updates for eight steps: one for four, at less cost than one environment alone.
+SHARED: dict[str, Any] = {
+    "policy": "MlpPolicy",
+    "n_envs": 8,
+    "learning_rate": 1e-3,
+    "buffer_size": 100_000,
+    "learning_starts": 500,
+    "batch_size": 32,
+    "gamma": 0.99,
+    "train_freq": 1,
+    "gradient_steps": 2,
+    "target_update_interval": 200,
+    "exploration_fraction": 0.5,
+    "exploration_final_eps": 0.05,
+}
+
+
+def corridor(length: int, **hyperparams: Any) -> Task:
+    """
+    :param length: number of cells
+    :param hyperparams: in place of the usual ones
+    :return: GridWorld with a time limit of 5 steps a cell
+    """
+    env_kwargs = {"length": length, "max_episode_steps": 5 * length}
+    return Task("sb3_per/GridWorld-v0", 1, {"env_kwargs": env_kwargs, "gamma": 0.97, **hyperparams})
+
+
+def _cliffwalk(n: int, **hyperparams: Any) -> Task:
+    return Task(
+        "sb3_per/BlindCliffwalk-v0",
+        1,
+        {
+            "env_kwargs": {"n": n},
+            # Random behavior, so that every agent gets to see the same: the seed decides
+            "exploration_initial_eps": 1.0,
+            "exploration_final_eps": 1.0,
+            **hyperparams,
+        },
+    )
+
+
+#: Of Gymnasium's classic tasks
+_CONTROL: dict[str, Any] = {"exploration_fraction": 0.2}
+
+
+def _every(steps: int) -> dict[str, int]:
+    """
+    :param steps: of environments for one update
+    :return: hyperparameters, for 16 environments side by side
+    """
+    together = 16
+    return {
+        "n_envs": together,
+        "train_freq": max(steps // together, 1),
+        "gradient_steps": max(together // steps, 1),
+    }
+
+
+#: States, and environment steps for one update, of each Blind Cliffwalk
+CLIFFWALKS = {
+    f"cliffwalk-{n}-every-{freq}": (n, freq) for n in (6, 8, 10) for freq in (1, 4, 16, 64)
+}
+#: Environment steps by the number of states
+CLIFFWALK_STEPS = {6: 3_000, 8: 8_000, 10: 20_000}
+
+TASKS: dict[str, Task] = {
+    "corridor-10": corridor(10, n_timesteps=8_000),
+    "corridor-20": corridor(20, n_timesteps=16_000),
+    "cartpole": Task("CartPole-v1", 5, {"n_timesteps": 25_000, **_CONTROL}),
+    "acrobot": Task("Acrobot-v1", 5, {"n_timesteps": 25_000, **_CONTROL}, n_evals=10),
+    "corridor-20-every-32": corridor(20, n_timesteps=16_000, **_every(32)),
+    "cartpole-every-32": Task("CartPole-v1", 5, {"n_timesteps": 25_000, **_CONTROL, **_every(32)}),
+    "acrobot-every-32": Task(
+        "Acrobot-v1", 5, {"n_timesteps": 25_000, **_CONTROL, **_every(32)}, n_evals=10
+    ),
+    "lunarlander-every-32": Task(
+        "LunarLander-v3", 5, {"n_timesteps": 40_000, **_CONTROL, **_every(32)}, n_evals=10
+    ),
+    **{
+        name: _cliffwalk(n, n_timesteps=CLIFFWALK_STEPS[n], **_every(freq))
+        for name, (n, freq) in CLIFFWALKS.items()
+    },
+}
+
+
+class NetworkStudy(Study):
+    """
+    Agents of ``sb3-per compare`` on :data:`TASKS`. Of each run, ``returns`` is the mean greedy
+    return of each evaluation, the one before training first.
+    """
+
+    measures = ("steps", "episodes", "seconds", "returns")
+
+    def agent_name(self, text: str) -> str:
+        """As :func:`~sb3_per.compare.agents.parse_agent` reads it."""
+        return str(parse_agent(text))
+
+    def run_of(self, task: str, agent: str, seed: int) -> StudyRun:
+        """Without looks into the buffer."""
+        if task not in TASKS:
+            raise SettingsError(f"there is no task {task!r}, only {', '.join(TASKS)}")
+        about = TASKS[task]
+        hyperparams = {**SHARED, **about.hyperparams}
+        parse_agent(agent).check(hyperparams)
+        run = Run(
+            about.env_id,
+            agent,
+            seed,
+            hyperparams,
+            n_evals=about.n_evals,
+            eval_episodes=about.eval_episodes,
+            snapshot_episodes=(),
+            n_snapshots=0,
+        )
+        return StudyRun((task, agent, seed), run.cost, run)
+
+    @staticmethod
+    def make(run: StudyRun) -> Row:
+        """Train the agent."""
+        tables = train(run.details)
+        about = tables["runs"].iloc[0]
+        returns = tables["evaluations"].groupby("steps")["return"].mean()
+        return {
+            "steps": int(about["steps"]),
+            "episodes": int(about["episodes"]),
+            "seconds": round(float(about["seconds"]), 1),
+            "returns": " ".join(f"{value:.5g}" for value in returns),
+        }
+
+    def report(self, folder: Path, agents: Sequence[str], base: str | None) -> list[str]:
+        """Greedy returns, and the probability to be better than the base."""
+        assert base is not None
+        return write_report(folder, agents, base)
