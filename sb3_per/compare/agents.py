@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
+from stable_baselines3.common.preprocessing import is_image_space
 from stable_baselines3.common.vec_env import VecEnv
 
+from sb3_per.buffers.frames import PrioritizedFrameReplayBuffer, frame_stack_of
 from sb3_per.compare.hyperparams import (
     REFUSED,
     SHARED,
@@ -117,6 +119,14 @@ class Agent:
             if name in arguments:
                 value = arguments.pop(name)
                 arguments["policy_kwargs"] = {**arguments.get("policy_kwargs", {}), name: value}
+        if (
+            ALGORITHMS[self.algorithm].is_prioritized
+            and not arguments.get("optimize_memory_usage", False)
+            and is_image_space(env.observation_space)
+            and (frame_stack_of(env) or 1) > 1
+        ):
+            # The same batches, in an eighth of the memory
+            arguments["replay_buffer_class"] = PrioritizedFrameReplayBuffer
         return self.algorithm_class()(env=env, seed=seed, device=device, **arguments)
 
     def try_out(self, env: VecEnv, hyperparams: Hyperparams, seed: int, device: str) -> None:

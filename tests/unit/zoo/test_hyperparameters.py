@@ -9,8 +9,9 @@ import pytest
 import yaml
 from gymnasium import spaces
 from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
+from stable_baselines3.common.vec_env import DummyVecEnv, VecFrameStack
 
-from sb3_per import PERDQN, PERQRDQN, zoo
+from sb3_per import PERDQN, PERQRDQN, PrioritizedFrameReplayBuffer, zoo
 
 CLASSES: dict[str, type[OffPolicyAlgorithm]] = {"per_dqn": PERDQN, "per_qrdqn": PERQRDQN}
 FILES: dict[str, dict[str, dict[str, Any]]] = {
@@ -25,7 +26,7 @@ OF_RL_ZOO3 = {"n_timesteps", "env_wrapper", "frame_stack"}
 def arguments_of(entry: dict[str, Any]) -> dict[str, Any]:
     """As rl-zoo3 prepares them."""
     arguments = {name: value for name, value in entry.items() if name not in OF_RL_ZOO3}
-    for name in ("policy_kwargs", "replay_buffer_kwargs"):
+    for name in ("policy_kwargs", "replay_buffer_class", "replay_buffer_kwargs"):
         if name in arguments:
             arguments[name] = eval(arguments[name])
     if isinstance(arguments.get("learning_rate"), str):
@@ -63,10 +64,14 @@ def test_a_model_can_be_made_of_each_entry(name: str, env: str) -> None:
     images = entry["policy"] == "CnnPolicy"
     space: spaces.Space[Any] = spaces.Box(-1.0, 1.0, (3,), np.float32)
     if images:
-        space = spaces.Box(0, 255, (entry["frame_stack"], 36, 36), np.uint8)
+        space = spaces.Box(0, 255, (36, 36, 1), np.uint8)
+    env: Any = DummyVecEnv([lambda: Space(space)])
+    if images:
+        env = VecFrameStack(env, entry["frame_stack"])
     arguments = arguments_of(entry)
     assert arguments.keys() <= inspect.signature(CLASSES[name]).parameters.keys()
-    model = CLASSES[name](env=Space(space), **{**arguments, "buffer_size": 10, "device": "cpu"})
+    model = CLASSES[name](env=env, **{**arguments, "buffer_size": 10, "device": "cpu"})
+    assert isinstance(model.replay_buffer, PrioritizedFrameReplayBuffer) is images
     for option in arguments.keys() - {"policy", "buffer_size", "train_freq", "policy_kwargs"}:
         assert getattr(model, option) == arguments[option], option
     # Reached within the run
