@@ -18,6 +18,9 @@ FRAMES_IN_BLOCK = 8
 
 DEFAULT_LEVEL = 3
 
+#: Bytes of compressed blocks that are allocated at once
+PAGE_SIZE = 2**18
+
 
 class FrameRing:
     """
@@ -93,8 +96,17 @@ class CompressedFrameRing(FrameRing):
 
     def _allocate(self) -> None:
         n_envs = len(self.counts)
-        #: Whole blocks, a ring for each environment
-        self._blocks: list[list[bytes]] = [[b""] * self._length for _ in range(n_envs)]
+        block_size = FRAMES_IN_BLOCK * self.frame_size
+        # Whole blocks stand one after the other in an endless tape for each environment, of which
+        # the pages that are in use are kept, by their numbers. A small object for each block would
+        # tear holes into the memory of the process, several times as large as the blocks.
+        self._page_size = max(PAGE_SIZE, 2 * block_size)
+        self._pages: list[dict[int, bytearray]] = [{} for _ in range(n_envs)]
+        #: Where each block begins on the tape, and how long it is
+        self._starts = np.zeros((n_envs, self._length), dtype=np.int64)
+        self._sizes = np.zeros((n_envs, self._length), dtype=np.int64)
+        #: Where the next block goes
+        self._ends = np.zeros(n_envs, dtype=np.int64)
         #: The block that is being filled
         self._newest = np.zeros((n_envs, FRAMES_IN_BLOCK, self.frame_size), dtype=np.uint8)
 
@@ -107,11 +119,9 @@ class CompressedFrameRing(FrameRing):
 
     @property
     def nbytes(self) -> int:
-        """Memory of the frames in bytes, with what Python takes for each block."""
-        n_blocks = len(self.counts) * self._length
-        # A pointer, and the header of an object
-        overhead = n_blocks * (8 + b"".__sizeof__())
-        return sum(len(block) for ring in self._blocks for block in ring) + overhead
+        """Memory of the frames in bytes."""
+        pages = sum(len(pages) for pages in self._pages) * self._page_size
+        return pages + self._newest.nbytes + self._starts.nbytes + self._sizes.nbytes
 
     def first(self, env: int) -> int:
         """
@@ -133,13 +143,33 @@ class CompressedFrameRing(FrameRing):
             with self._lock:
                 self._newest[env, place] = frame
                 if place == FRAMES_IN_BLOCK - 1:
-                    self._blocks[env][block % self._length] = self._compress(self._newest[env])
+                    self._write(env, block)
                 self.counts[env] = number + 1
 
-    def _compress(self, frames: Frames) -> bytes:
+    def _write(self, env: int, block: int) -> None:
+        """
+        Compress the newest block, in the place of the oldest one.
+
+        :param env: number of the environment
+        :param block: number of the block
+        """
         compressor = _zstandard().ZstdCompressor(level=self._level, write_content_size=False)
-        compressed: bytes = compressor.compress(frames)
-        return compressed
+        content = compressor.compress(self._newest[env])
+        start, pages = int(self._ends[env]), self._pages[env]
+        number, place = divmod(start, self._page_size)
+        if place + len(content) > self._page_size:
+            # On one page, so that it can be read without a copy
+            number, place = number + 1, 0
+            start = number * self._page_size
+        if number not in pages:
+            pages[number] = bytearray(self._page_size)
+        pages[number][place : place + len(content)] = content
+        self._starts[env, block % self._length] = start
+        self._sizes[env, block % self._length] = len(content)
+        self._ends[env] = start + len(content)
+        oldest = self._starts[env, max(block + 1 - self._length, 0) % self._length]
+        for number in [number for number in pages if number < oldest // self._page_size]:
+            del pages[number]
 
     def gather(self, envs: IntArray, numbers: IntArray) -> Frames:
         """
@@ -147,7 +177,9 @@ class CompressedFrameRing(FrameRing):
         :param numbers: of frames that are kept
         :return: the frames, shape ``(*numbers.shape, frame_size)``
         """
-        frames = np.empty((numbers.size, self.frame_size), dtype=np.uint8)
+        frames = np.empty((*numbers.shape, self.frame_size), dtype=np.uint8)
+        size, target = self.frame_size, memoryview(frames.reshape(-1))
+        decompressor = _zstandard().ZstdDecompressor()
         with self._lock:
             # What was dropped since the draw, by another thread, gives way to what is there
             firsts = np.array([self.first(env) for env in range(len(self.counts))])
@@ -155,36 +187,36 @@ class CompressedFrameRing(FrameRing):
             # One number for environment, block and place
             n_blocks = int(self.counts.max()) // FRAMES_IN_BLOCK + 1
             places = (numbers + envs * n_blocks * FRAMES_IN_BLOCK).ravel()
-            # Neighbours of one block are copied together
+            # Neighbours of one block are copied together, block by block, so that each is
+            # decompressed once
             is_start = (np.diff(places, prepend=-2) != 1) | (places % FRAMES_IN_BLOCK == 0)
             starts = np.flatnonzero(is_start)
             stops = np.append(starts[1:], len(places))
-            decompressor = _zstandard().ZstdDecompressor()
-            decompressed, content = -1, self._newest[0]
-            # Block by block, so that each is decompressed once and none is kept
-            for i in np.argsort(places[starts]).tolist():
-                start, stop = int(starts[i]), int(stops[i])
-                block, first = divmod(int(places[start]), FRAMES_IN_BLOCK)
-                if block != decompressed:
-                    decompressed = block
-                    content = self._block(*divmod(block, n_blocks), decompressor)
-                frames[start:stop] = content[first : first + stop - start]
-        return frames.reshape(*numbers.shape, self.frame_size)
-
-    def _block(self, env: int, block: int, decompressor: Any) -> Frames:
-        """
-        :param env: number of the environment
-        :param block: number of the block
-        :param decompressor: of the library
-        :return: its frames, shape ``(FRAMES_IN_BLOCK, frame_size)``
-        """
-        if block == self.counts[env] // FRAMES_IN_BLOCK:
-            return self._newest[env]
-        content = decompressor.decompress(
-            self._blocks[env][block % self._length],
-            max_output_size=FRAMES_IN_BLOCK * self.frame_size,
-        )
-        return np.frombuffer(content, dtype=np.uint8).reshape(FRAMES_IN_BLOCK, -1)
+            order = np.argsort(places[starts])
+            starts, stops = starts[order], stops[order]
+            blocks, firsts_in_block = np.divmod(places[starts], FRAMES_IN_BLOCK)
+            envs, blocks = np.divmod(blocks, n_blocks)
+            pages, begins = np.divmod(self._starts[envs, blocks % self._length], self._page_size)
+            ends = begins + self._sizes[envs, blocks % self._length]
+            is_new = (np.diff(blocks, prepend=-1) != 0) | (np.diff(envs, prepend=-1) != 0)
+            is_whole = blocks != self.counts[envs] // FRAMES_IN_BLOCK
+            # Plain numbers: in the loop, those of NumPy would take as long as all the rest
+            parts = (starts, stops, firsts_in_block, envs, pages, begins, ends, is_new, is_whole)
+            content = memoryview(b"")
+            for start, stop, first, env, page, begin, end, new, whole in zip(
+                *(part.tolist() for part in parts), strict=True
+            ):
+                if new and whole:
+                    compressed = memoryview(self._pages[env][page])[begin:end]
+                    content = memoryview(
+                        decompressor.decompress(compressed, max_output_size=FRAMES_IN_BLOCK * size)
+                    )
+                elif new:
+                    content = memoryview(self._newest[env].reshape(-1))
+                target[start * size : stop * size] = content[
+                    first * size : (first + stop - start) * size
+                ]
+        return frames
 
     def clear(self) -> None:
         """Forget all frames, and count from 0 again."""

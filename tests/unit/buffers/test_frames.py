@@ -21,6 +21,7 @@ from stable_baselines3.common.buffers import NStepReplayBuffer, ReplayBuffer
 from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 
 from sb3_per import PrioritizedFrameReplayBuffer
+from sb3_per.buffers import frame_rings
 
 Array = npt.NDArray[Any]
 FIELDS = ("observations", "actions", "next_observations", "dones", "rewards", "discounts")
@@ -165,6 +166,12 @@ def run(
 
 
 COMPRESSIONS = pytest.mark.parametrize("compression", [None, "zstd-1"])
+
+
+@pytest.fixture(autouse=True)
+def _small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages of compressed frames as small as they can be, so that there are many."""
+    monkeypatch.setattr(frame_rings, "PAGE_SIZE", 1)
 
 
 # --- rows ---
@@ -410,14 +417,23 @@ def test_the_memory_is_that_of_one_frame_for_each_transition() -> None:
     assert compressed.compression == "zstd"
 
 
-def test_frames_that_are_alike_take_next_to_nothing_compressed() -> None:
-    stream = Stream(lengths=(1000, 1000))
+def test_compressed_frames_are_forgotten_with_their_transitions() -> None:
+    """The memory is that of some laps ago; pages, here of 16 frames, are given back."""
+    stream = Stream(lengths=(50, 50))
+    buffer = frame_buffer(stream, 300, compression="zstd")
+    sizes = []
+    for _ in range(5):
+        for _, step in zip(range(300), stream, strict=False):
+            buffer.add(*step)
+        sizes.append(buffer.nbytes)
+    page = 16 * HEIGHT * WIDTH
+    assert sizes[0] > 300 * HEIGHT * WIDTH * 0.7
+    assert max(sizes[1:]) - min(sizes[1:]) <= 2 * page
+    # Frames that are all alike take next to nothing
     stream._frame = lambda: np.full((HEIGHT, WIDTH, 1), 9, np.uint8)  # type: ignore[method-assign]
-    buffer = frame_buffer(stream, 800, compression="zstd-22")
-    before = buffer.nbytes
-    for _, step in zip(range(800), stream, strict=False):
+    for _, step in zip(range(500), stream, strict=False):
         buffer.add(*step)
-    assert buffer.nbytes - before < 800 * HEIGHT * WIDTH / 20
+    assert buffer.nbytes < sizes[0] - 300 * HEIGHT * WIDTH * 0.6
 
 
 def test_another_thread_may_draw_while_transitions_are_added() -> None:
