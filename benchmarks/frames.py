@@ -125,12 +125,24 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def grown_by(name: str, path: Path, n: int) -> int:
+def counted(buffer: ReplayBuffer) -> int:
+    """
+    :param buffer: any
+    :return: bytes of its arrays, and of the objects in them
+    """
+    if isinstance(buffer, PrioritizedFrameReplayBuffer):
+        return buffer.nbytes
+    arrays = [array for array in vars(buffer).values() if isinstance(array, np.ndarray)]
+    objects = (content for array in arrays if array.dtype == object for content in array.flat)
+    return sum(array.nbytes for array in arrays) + sum(map(sys.getsizeof, objects))
+
+
+def grown_by(name: str, path: Path, n: int) -> tuple[int, int]:
     """
     :param name: of a buffer
     :param path: file that :func:`play` wrote
     :param n: transitions to be stored, as many as it can hold
-    :return: by how many bytes the process grows
+    :return: by how many bytes the process grows, and how many of them the buffer counts
     """
     steps = steps_of(path)
     warm = MAKERS[name](64)
@@ -141,10 +153,10 @@ def grown_by(name: str, path: Path, n: int) -> int:
     buffer = MAKERS[name](n)
     for _ in range(n):
         buffer.add(*next(steps))
-    return resident() - before
+    return resident() - before, counted(buffer)
 
 
-def memory_of(name: str, path: Path, n: int) -> int:
+def memory_of(name: str, path: Path, n: int) -> tuple[int, int]:
     """
     :param name: of a buffer
     :param path: file that :func:`play` wrote
@@ -153,7 +165,8 @@ def memory_of(name: str, path: Path, n: int) -> int:
     """
     command = [sys.executable, "-m", "benchmarks.frames", "--grow", name, str(path), str(n)]
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return int(out.split()[-1])
+    grown, of_buffer = map(int, out.split()[-2:])
+    return grown, of_buffer
 
 
 def races(
@@ -211,16 +224,16 @@ def tables(options: argparse.Namespace, all_races: list[Race]) -> Iterator[str]:
         paths = {game: Path(folder) / f"{game}.npz" for game in options.games}
         for game, path in paths.items():
             play(game, options.steps, path)
-        yield f"Memory that the process grows by for {options.memory:,} transitions, in MB:"
+        yield (
+            f"Memory that the process grows by for {options.memory:,} transitions, in MB, and how "
+            "much of it the buffer counts:"
+        )
         yield ""
         yield f"| game | {' | '.join(name for name in names if name != SB3)} |"
         yield "|---" * len(names) + "|"
         for game, path in paths.items():
-            cells = [
-                f"{memory_of(name, path, options.memory) / 1e6:,.0f}"
-                for name in names
-                if name != SB3
-            ]
+            weighed = [memory_of(name, path, options.memory) for name in names if name != SB3]
+            cells = [f"{grown / 1e6:,.0f}, {own / 1e6:,.0f}" for grown, own in weighed]
             yield f"| {game} | {' | '.join(cells)} |"
         results = {}
         for game, path in paths.items():
@@ -241,10 +254,10 @@ def tables(options: argparse.Namespace, all_races: list[Race]) -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--games", nargs="+", choices=GAMES, default=GAMES)
-    parser.add_argument("--steps", type=int, default=20_000, help="of random play, repeated")
-    parser.add_argument("--memory", type=int, default=100_000, help="transitions to be weighed")
+    parser.add_argument("--steps", type=int, default=8_000, help="of random play, repeated")
+    parser.add_argument("--memory", type=int, default=20_000, help="transitions to be weighed")
     parser.add_argument("--size", type=int, default=20_000, help="transitions while timing")
-    parser.add_argument("--rounds", type=int, default=15, help="turns of each buffer")
+    parser.add_argument("--rounds", type=int, default=11, help="turns of each buffer")
     parser.add_argument("--seconds", type=float, default=0.04, help="of a turn")
     parser.add_argument("--write", action="store_true", help="into docs/atari.md and frames.json")
     parser.add_argument("--grow", nargs=3, help=argparse.SUPPRESS)
@@ -253,7 +266,7 @@ def main() -> None:
     th.set_num_threads(1)
     if options.grow:
         name, path, n = options.grow
-        print(grown_by(name, Path(path), int(n)))
+        print(*grown_by(name, Path(path), int(n)))
         return
     all_races: list[Race] = []
     text = ""

@@ -1,6 +1,7 @@
 """Where the frames of image stacks are kept: the newest ones of each environment."""
 
 import math
+import sys
 import threading
 from typing import Any
 
@@ -17,9 +18,6 @@ IntArray = npt.NDArray[np.int64]
 FRAMES_IN_BLOCK = 8
 
 DEFAULT_LEVEL = 3
-
-#: Bytes of compressed blocks that are allocated at once
-PAGE_SIZE = 2**18
 
 
 class FrameRing:
@@ -96,17 +94,8 @@ class CompressedFrameRing(FrameRing):
 
     def _allocate(self) -> None:
         n_envs = len(self.counts)
-        block_size = FRAMES_IN_BLOCK * self.frame_size
-        # Whole blocks stand one after the other in an endless tape for each environment, of which
-        # the pages that are in use are kept, by their numbers. A small object for each block would
-        # tear holes into the memory of the process, several times as large as the blocks.
-        self._page_size = max(PAGE_SIZE, 2 * block_size)
-        self._pages: list[dict[int, bytearray]] = [{} for _ in range(n_envs)]
-        #: Where each block begins on the tape, and how long it is
-        self._starts = np.zeros((n_envs, self._length), dtype=np.int64)
-        self._sizes = np.zeros((n_envs, self._length), dtype=np.int64)
-        #: Where the next block goes
-        self._ends = np.zeros(n_envs, dtype=np.int64)
+        #: Whole blocks, a ring for each environment
+        self._blocks: list[list[bytes]] = [[b""] * self._length for _ in range(n_envs)]
         #: The block that is being filled
         self._newest = np.zeros((n_envs, FRAMES_IN_BLOCK, self.frame_size), dtype=np.uint8)
 
@@ -120,8 +109,9 @@ class CompressedFrameRing(FrameRing):
     @property
     def nbytes(self) -> int:
         """Memory of the frames in bytes."""
-        pages = sum(len(pages) for pages in self._pages) * self._page_size
-        return pages + self._newest.nbytes + self._starts.nbytes + self._sizes.nbytes
+        # Of each block, a pointer and an object
+        sizes = (8 + sys.getsizeof(block) for ring in self._blocks for block in ring)
+        return sum(sizes) + self._newest.nbytes
 
     def first(self, env: int) -> int:
         """
@@ -136,6 +126,7 @@ class CompressedFrameRing(FrameRing):
         :param env: number of the environment
         :param frames: to be stored, the oldest first, shape ``(n, frame_size)``
         """
+        compressor = _zstandard().ZstdCompressor(level=self._level, write_content_size=False)
         for frame in frames:
             number = int(self.counts[env])
             block, place = divmod(number, FRAMES_IN_BLOCK)
@@ -143,33 +134,10 @@ class CompressedFrameRing(FrameRing):
             with self._lock:
                 self._newest[env, place] = frame
                 if place == FRAMES_IN_BLOCK - 1:
-                    self._write(env, block)
+                    compressed = compressor.compress(self._newest[env])
+                    # A copy: what the library returns keeps the memory of what it compressed
+                    self._blocks[env][block % self._length] = bytes(memoryview(compressed))
                 self.counts[env] = number + 1
-
-    def _write(self, env: int, block: int) -> None:
-        """
-        Compress the newest block, in the place of the oldest one.
-
-        :param env: number of the environment
-        :param block: number of the block
-        """
-        compressor = _zstandard().ZstdCompressor(level=self._level, write_content_size=False)
-        content = compressor.compress(self._newest[env])
-        start, pages = int(self._ends[env]), self._pages[env]
-        number, place = divmod(start, self._page_size)
-        if place + len(content) > self._page_size:
-            # On one page, so that it can be read without a copy
-            number, place = number + 1, 0
-            start = number * self._page_size
-        if number not in pages:
-            pages[number] = bytearray(self._page_size)
-        pages[number][place : place + len(content)] = content
-        self._starts[env, block % self._length] = start
-        self._sizes[env, block % self._length] = len(content)
-        self._ends[env] = start + len(content)
-        oldest = self._starts[env, max(block + 1 - self._length, 0) % self._length]
-        for number in [number for number in pages if number < oldest // self._page_size]:
-            del pages[number]
 
     def gather(self, envs: IntArray, numbers: IntArray) -> Frames:
         """
@@ -196,21 +164,19 @@ class CompressedFrameRing(FrameRing):
             starts, stops = starts[order], stops[order]
             blocks, firsts_in_block = np.divmod(places[starts], FRAMES_IN_BLOCK)
             envs, blocks = np.divmod(blocks, n_blocks)
-            pages, begins = np.divmod(self._starts[envs, blocks % self._length], self._page_size)
-            ends = begins + self._sizes[envs, blocks % self._length]
             is_new = (np.diff(blocks, prepend=-1) != 0) | (np.diff(envs, prepend=-1) != 0)
             is_whole = blocks != self.counts[envs] // FRAMES_IN_BLOCK
             # Plain numbers: in the loop, those of NumPy would take as long as all the rest
-            parts = (starts, stops, firsts_in_block, envs, pages, begins, ends, is_new, is_whole)
+            parts = (starts, stops, firsts_in_block, envs, blocks % self._length, is_new, is_whole)
             content = memoryview(b"")
-            for start, stop, first, env, page, begin, end, new, whole in zip(
+            for start, stop, first, env, block, new, whole in zip(
                 *(part.tolist() for part in parts), strict=True
             ):
                 if new and whole:
-                    compressed = memoryview(self._pages[env][page])[begin:end]
-                    content = memoryview(
-                        decompressor.decompress(compressed, max_output_size=FRAMES_IN_BLOCK * size)
+                    decompressed = decompressor.decompress(
+                        self._blocks[env][block], max_output_size=FRAMES_IN_BLOCK * size
                     )
+                    content = memoryview(decompressed)
                 elif new:
                     content = memoryview(self._newest[env].reshape(-1))
                 target[start * size : stop * size] = content[
