@@ -421,7 +421,18 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         row = self.pos
         priority = self.tree.max_priority or 1.0
         super().add(obs, next_obs, action, reward, done, infos)
+<<<<<<< HEAD
         self._enter(row, row + 1, priority)
+=======
+        if not self.handle_timeout_termination:
+            # SB3 leaves what was there: an episode of the lap before may have been broken off
+            self.timeouts[start // self.n_envs] = 0.0
+        self._admit(start, priority)
+        self._n_adds += 1
+        if self._kept_observations:
+            for index in range(start, start + self.n_envs):
+                self._kept_observations.pop(index, None)
+>>>>>>> main
 
     def extend(
         self,
@@ -744,7 +755,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
             dones=self._to_tensor(dones),
             rewards=self._to_tensor(rewards),
             discounts=None if discounts is None else self._to_tensor(discounts),
-            weights=th.ones((len(batch_inds), 1), device=self.device),
+            weights=self._to_tensor(np.ones((len(batch_inds), 1), np.float32)),
             indices=batch_inds,
         )
         return batch

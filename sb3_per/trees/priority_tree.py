@@ -2,7 +2,7 @@
 
 import operator
 from abc import ABC, abstractmethod
-from typing import Any, SupportsIndex
+from typing import Any, SupportsIndex, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -10,6 +10,8 @@ import numpy.typing as npt
 from sb3_per.trees.sum_kernels import NO_MASS, FloatArray, IntArray
 
 __all__ = ["PriorityTree", "as_floats", "as_indices"]
+
+_T = TypeVar("_T", bound=np.generic)
 
 #: NumPy takes longer to find out what a type's name means than to make a small array
 _INT64 = np.dtype(np.int64)
@@ -223,9 +225,7 @@ class PriorityTree(ABC):
         else:
             places = as_indices(indices).ravel()
             values = as_floats("priorities", priorities)
-            if values.ndim == 0:
-                values = np.full(places.shape, values)
-            values = np.ascontiguousarray(values.ravel())
+            values = values.ravel() if values.ndim else np.full(places.shape, values)
         if len(values) != len(places):
             raise ValueError(
                 f"as many priorities as indices are needed: {len(places)} indices, "
@@ -339,13 +339,13 @@ def _is_plain(array: Any, dtype: type[np.generic]) -> bool:
     """
     :param array: what the user gave
     :param dtype: what a kernel takes
-    :return: whether it can go to a kernel as it is
+    :return: whether it can go to a kernel as it is, see :func:`_as_kernels_take_it`
     """
     return (
         type(array) is np.ndarray
         and array.dtype == dtype
         and array.ndim == 1
-        and array.flags.c_contiguous
+        and array.flags.carray
     )
 
 
@@ -365,7 +365,7 @@ def _as_integer(name: str, value: Any) -> int:
 def as_indices(indices: npt.ArrayLike) -> IntArray:
     """
     :param indices: integer or array of integers
-    :return: as int64
+    :return: as int64, contiguous
     :raises TypeError: if they are something else; an empty list counts as integers
     :raises IndexError: if one does not fit into 64 bits with a sign
     """
@@ -380,14 +380,14 @@ def as_indices(indices: npt.ArrayLike) -> IntArray:
             raise TypeError(f"indices must be integers, got {places.dtype} ({indices!r:.60})")
     elif places.dtype == np.uint64 and places.size and int(places.max()) >= 2**63:
         raise IndexError(f"index {places.max()} does not fit into 64 bits with a sign")
-    return places.astype(np.int64, order="C", copy=False)
+    return _as_kernels_take_it(places.astype(np.int64, copy=False))
 
 
 def as_floats(name: str, values: npt.ArrayLike) -> FloatArray:
     """
     :param name: name of the values, for error messages
     :param values: number or array of numbers
-    :return: as float64; what is too large for that is infinite
+    :return: as float64, contiguous; what is too large for that is infinite
     :raises TypeError: if they are something else: text, None, complex numbers
     :raises ValueError: if one is an integer too large for a float
     """
@@ -401,4 +401,13 @@ def as_floats(name: str, values: npt.ArrayLike) -> FloatArray:
     if numbers.dtype.kind not in "fiu" and numbers.size:
         raise TypeError(f"{name} must be real numbers, got {numbers.dtype} ({values!r:.60})")
     with np.errstate(over="ignore"):
-        return numbers.astype(np.float64, copy=False)
+        return _as_kernels_take_it(numbers.astype(np.float64, copy=False))
+
+
+def _as_kernels_take_it(array: npt.NDArray[_T]) -> npt.NDArray[_T]:
+    """
+    :param array: array of any kind
+    :return: it or a copy, contiguous, aligned and writable: numba would take seconds to compile
+        each kernel for another kind
+    """
+    return array if array.flags.carray else array.copy(order="C")

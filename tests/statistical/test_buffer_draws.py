@@ -106,17 +106,17 @@ class EpsOutsideTwin(PrioritizedReplayBuffer):
 class SwappedAxesTwin(PrioritizedReplayBuffer):
     """Takes the numbers of leaves for ``env * rows + row``."""
 
-    def _make_batch(self, indices: Any, priorities: Any, env: Any) -> Any:
-        envs, rows = np.divmod(indices, self.buffer_size)
-        return super()._make_batch(rows * self.n_envs + envs, priorities, env)
+    def _get_samples(self, batch_inds: Any, env: Any = None) -> Any:
+        envs, rows = np.divmod(batch_inds, self.buffer_size)
+        return super()._get_samples(rows * self.n_envs + envs, env)
 
 
 class OtherEnvTwin(PrioritizedReplayBuffer):
     """Takes the row that the tree chose, and any of its environments, as SB3's buffers do."""
 
-    def _make_batch(self, indices: Any, priorities: Any, env: Any) -> Any:
-        envs = np.random.randint(0, self.n_envs, size=len(indices))
-        return super()._make_batch(indices // self.n_envs * self.n_envs + envs, priorities, env)
+    def _get_samples(self, batch_inds: Any, env: Any = None) -> Any:
+        envs = np.random.randint(0, self.n_envs, size=len(batch_inds))
+        return super()._get_samples(batch_inds // self.n_envs * self.n_envs + envs, env)
 
 
 class OffByOneTree(SumTree):

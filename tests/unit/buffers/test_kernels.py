@@ -2,39 +2,30 @@
 
 import numpy as np
 import pytest
-import torch as th
 
 from sb3_per.buffers.importance import effective_sample_size, importance_sampling_weights
 from sb3_per.buffers.kernels import (
-    LOSS_CODES,
     batch_means,
     gather,
     priorities_of,
     weights_of,
 )
-from sb3_per.common.losses import LOSSES
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("loss", [None, "huber", "mse"])
-def test_means_are_those_of_the_plain_formulas(loss: str | None, seed: int) -> None:
+def test_means_are_those_of_the_plain_formulas(seed: int) -> None:
     rng = np.random.default_rng(seed)
     errors = rng.standard_cauchy((3, 7)).astype(np.float32)
     weights = rng.random((3, 7)).astype(np.float32)
-    error, weight, ess, mean_loss = batch_means(errors, weights, LOSS_CODES[loss] if loss else 0)
+    error, weight, ess = batch_means(errors, weights)
     assert error == pytest.approx(np.abs(errors).mean(), rel=1e-5)
     assert weight == pytest.approx(weights.mean(), rel=1e-5)
     assert ess == pytest.approx(np.mean([effective_sample_size(batch) for batch in weights]))
-    if loss is None:
-        assert mean_loss == 0.0
-    else:
-        each = LOSSES[loss](th.zeros(3, 7), th.from_numpy(errors))
-        assert mean_loss == pytest.approx((th.from_numpy(weights) * each).mean().item(), rel=1e-5)
 
 
 def test_effective_size_of_weights_that_all_underflowed_is_full() -> None:
     zeros = np.zeros((1, 4), np.float32)
-    assert batch_means(zeros, zeros, 0) == (0.0, 0.0, 1.0, 0.0)
+    assert batch_means(zeros, zeros) == (0.0, 0.0, 1.0)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
@@ -76,7 +67,7 @@ def test_priorities_and_what_is_wrong_with_them(
     assert found is is_valid
     if is_valid:
         expected = (np.abs(np.array(errors)) + 0.25) ** alpha
-        np.testing.assert_allclose(priorities, expected, rtol=1e-15)
+        np.testing.assert_allclose(priorities, expected, rtol=1e-14)
 
 
 def test_a_priority_above_the_limit_is_found() -> None:
