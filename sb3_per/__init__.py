@@ -13,6 +13,7 @@ import sb3_per_envs
 from sb3_per.buffers import (
     PrioritizedDictReplayBuffer,
     PrioritizedDictReplayBufferSamples,
+    PrioritizedFrameReplayBuffer,
     PrioritizedHerReplayBuffer,
     PrioritizedReplayBuffer,
     PrioritizedReplayBufferSamples,
@@ -45,6 +46,7 @@ __all__ = [
     "PERLoggerCallback",
     "PrioritizedDictReplayBuffer",
     "PrioritizedDictReplayBufferSamples",
+    "PrioritizedFrameReplayBuffer",
     "PrioritizedHerReplayBuffer",
     "PrioritizedOffPolicyAlgorithm",
     "PrioritizedReplayBuffer",

@@ -1,6 +1,7 @@
 """Replay buffer for ``Dict`` observations that draws transitions by priority."""
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -9,7 +10,7 @@ from gymnasium import spaces
 from stable_baselines3.common.buffers import DictReplayBuffer, ReplayBuffer
 from stable_baselines3.common.vec_env import VecNormalize
 
-from sb3_per.buffers.replay import PrioritizedReplayBuffer
+from sb3_per.buffers.replay import PrioritizedReplayBuffer, Steps
 from sb3_per.buffers.samples import PrioritizedDictReplayBufferSamples
 
 __all__ = ["PrioritizedDictReplayBuffer"]
@@ -82,6 +83,22 @@ class PrioritizedDictReplayBuffer(PrioritizedReplayBuffer, DictReplayBuffer):  #
         """
         # Copies, because SB3 puts reshaped arrays into the dict that it is given
         super().add(dict(obs), dict(next_obs), action, reward, done, infos)  # type: ignore[arg-type]
+
+    def _observation_steps(self, name: str, obs: Any, n: int) -> dict[str, Array]:
+        shapes = cast(dict[str, tuple[int, ...]], self.obs_shape)
+        if not isinstance(obs, Mapping) or set(obs) != set(shapes):
+            given = sorted(obs) if isinstance(obs, Mapping) else type(obs).__name__
+            raise ValueError(f"`{name}` must map {sorted(shapes)} to arrays, got {given}")
+        return {
+            key: self._steps_of(f"{name}[{key!r}]", obs[key], n, shape)
+            for key, shape in shapes.items()
+        }
+
+    def _store_observations(self, first: int, steps: Steps, start: int, stop: int) -> None:
+        last = first + stop - start
+        for key in self.observations:
+            self.observations[key][first:last] = steps.observations[key][start:stop]
+            self.next_observations[key][first:last] = steps.next_observations[key][start:stop]
 
     def _observations_at(
         self, storage: dict[str, Array], indices: IntArray, env: VecNormalize | None

@@ -15,7 +15,7 @@ from stable_baselines3.her.goal_selection_strategy import (
 from stable_baselines3.her.her_replay_buffer import HerReplayBuffer
 
 from sb3_per.buffers.dictionary import PrioritizedDictReplayBuffer
-from sb3_per.buffers.replay import SelfBuffer, check_size
+from sb3_per.buffers.replay import SelfBuffer, Steps, check_size
 
 __all__ = ["PrioritizedHerReplayBuffer"]
 
@@ -176,20 +176,47 @@ class PrioritizedHerReplayBuffer(PrioritizedDictReplayBuffer, HerReplayBuffer): 
         :param done: whether the episode ended, shape ``(n_envs,)``
         :param infos: one dict for each environment; ``"TimeLimit.truncated"`` is read
         """
-        self._entry_priority = self.tree.max_priority or 1.0
-        broken = np.flatnonzero(self.ep_length[self.pos] > 0)
-        for env in broken:
-            # SB3 forgets the whole rest of an episode whose next row gets overwritten
-            end = self.ep_start[self.pos, env] + self.ep_length[self.pos, env]
-            rest = np.arange(self.pos, end if end > self.pos else end + self.buffer_size)
-            self.tree.update(rest % self.buffer_size * self.n_envs + env, 0.0)
+        self._forget_overwritten()
         super().add(obs, next_obs, action, reward, done, infos)
 
-    def _admit(self, start: int, priority: float) -> None:
-        # The end of an episode came first: it let in all rows of the episode, this one included
-        row = start // self.n_envs
-        for env in np.flatnonzero(self.ep_length[row] == 0):
-            self.tree.update(start + env, 0.0)
+    def _forget_overwritten(self) -> None:
+        """Forget the whole rest of each episode whose next row is about to be overwritten."""
+        self._entry_priority = self.tree.max_priority or 1.0
+        for env in np.flatnonzero(self.ep_length[self.pos] > 0):
+            end = self.ep_start[self.pos, env] + self.ep_length[self.pos, env]
+            rest = np.arange(self.pos, end if end > self.pos else end + self.buffer_size)
+            rest %= self.buffer_size
+            self.ep_length[rest, env] = 0
+            self.tree.update(rest * self.n_envs + env, 0.0)
+
+    def _store_run(self, steps: Steps, start: int, stop: int) -> int:
+        ends = np.flatnonzero(steps.dones[start:stop].any(axis=1))
+        if ends.size:
+            stop = start + int(ends[0]) + 1
+        self._forget_overwritten()
+        first, last = self.pos, self.pos + stop - start
+        others = np.flatnonzero((self.ep_length[first + 1 : last] > 0).any(axis=1))
+        if others.size:
+            # Another old episode begins there
+            stop = start + 1 + int(others[0])
+        last = first + stop - start
+        if stop - start > 1:
+            # Each step reads the maximum anew; what was forgotten doesn't count any more
+            self._entry_priority = self.tree.max_priority or 1.0
+        self.ep_start[first:last] = self._current_ep_start
+        if self.copy_info_dict:
+            for step in range(start, stop):
+                infos = [{}] * self.n_envs if steps.infos is None else steps.infos[step]
+                self.infos[first + step - start] = infos
+        super()._store_run(steps, start, stop)
+        for env in np.flatnonzero(steps.dones[stop - 1]):
+            self._compute_episode_length(int(env))
+        return stop
+
+    def _admit(self, start: int, stop: int, priority: float) -> None:
+        # In `add`, the end of an episode came first: it let in all of its rows, this one included
+        running = np.flatnonzero(self._flat(self.ep_length)[start:stop] == 0)
+        self.tree.update(start + running, 0.0)
 
     def _compute_episode_length(self, env_idx: int) -> None:
         first = self._current_ep_start[env_idx]

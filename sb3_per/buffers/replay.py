@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,7 @@ __all__ = [
     "InitialPriority",
     "Prioritization",
     "PrioritizedReplayBuffer",
+    "Steps",
     "WeightNormalization",
     "check_choice",
     "check_flag",
@@ -111,6 +112,18 @@ def check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
     """
     if value not in allowed:
         raise ValueError(f"`{name}` must be one of {list(allowed)}, got {value!r}")
+
+
+class Steps(NamedTuple):
+    """Steps to be stored by ``extend``: checked, with the axes time and environment first."""
+
+    observations: Any
+    next_observations: Any
+    actions: Array
+    rewards: Array
+    dones: Array
+    timeouts: Array | None
+    infos: list[list[dict[str, Any]]] | None
 
 
 class PrioritizedReplayBuffer(ReplayBuffer):
@@ -405,11 +418,12 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         :param infos: one dict for each environment; ``"TimeLimit.truncated"`` is read
         """
         # Read both before SB3 moves on: the row being overwritten counts in the maximum.
-        start = self.pos * self.n_envs
+        row = self.pos
         priority = self.tree.max_priority or 1.0
-        if self.draws is not None:
-            self.draws.forget(self.pos)
         super().add(obs, next_obs, action, reward, done, infos)
+<<<<<<< HEAD
+        self._enter(row, row + 1, priority)
+=======
         if not self.handle_timeout_termination:
             # SB3 leaves what was there: an episode of the lap before may have been broken off
             self.timeouts[start // self.n_envs] = 0.0
@@ -418,15 +432,155 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         if self._kept_observations:
             for index in range(start, start + self.n_envs):
                 self._kept_observations.pop(index, None)
+>>>>>>> main
 
-    def _admit(self, start: int, priority: float) -> None:
+    def extend(
+        self,
+        obs: Any,
+        next_obs: Any,
+        action: npt.ArrayLike,
+        reward: npt.ArrayLike,
+        done: npt.ArrayLike,
+        infos: Any = None,
+        *,
+        timeouts: npt.ArrayLike | None = None,
+    ) -> None:
         """
-        Give the row just added its place in the tree.
+        Store many steps of each environment at once, oldest first, as if :meth:`add` were called
+        for each: the arguments are those of ``add`` with an axis of time before the others. With
+        one environment, its axis may be left out.
 
-        :param start: its first transition
+        The last step may be in the middle of an episode. If what is added next doesn't follow on
+        it, call :meth:`truncate_last_trajectory` in between.
+
+        :param obs: shape ``(time, n_envs, *observation)``
+        :param next_obs: the observations after the steps (of the same episodes), same shape
+        :param action: shape ``(time, n_envs, *action)``
+        :param reward: shape ``(time, n_envs)``
+        :param done: whether the episode ended, shape ``(time, n_envs)``
+        :param infos: for each step, one dict for each environment; ``"TimeLimit.truncated"`` is
+            read
+        :param timeouts: in place of ``infos``: whether the episode ended for lack of time, shape
+            ``(time, n_envs)``
+        :raises ValueError: if a shape does not fit, before anything is stored
+        """
+        n = len(np.atleast_1d(np.asarray(reward)))
+        rewards = self._steps_of("reward", reward, n)
+        if infos is not None:
+            if timeouts is not None:
+                raise ValueError("`infos` and `timeouts` say the same: give one of them")
+            infos = [[step] if isinstance(step, dict) else list(step) for step in infos]
+            timeouts = [[info.get("TimeLimit.truncated", False) for info in step] for step in infos]
+        steps = Steps(
+            observations=self._observation_steps("obs", obs, n),
+            next_observations=self._observation_steps("next_obs", next_obs, n),
+            actions=self._steps_of("action", action, n, (self.action_dim,)),
+            rewards=rewards,
+            dones=self._steps_of("done", done, n),
+            timeouts=None if timeouts is None else self._steps_of("timeouts", timeouts, n),
+            infos=infos,
+        )
+        start = 0
+        while start < n:
+            # Up to the last row, or to the end of what is given
+            start = self._store_run(steps, start, min(start + self.buffer_size - self.pos, n))
+
+    def _store_run(self, steps: "Steps", start: int, stop: int) -> int:
+        """
+        Store neighbouring rows, all at once.
+
+        :param steps: what is to be stored
+        :param start: number of the step for row ``pos``
+        :param stop: one past the last step; not beyond the last row
+        :return: one past the last step that was stored
+        """
+        priority = self.tree.max_priority or 1.0
+        first, last = self.pos, self.pos + stop - start
+        self._store_observations(first, steps, start, stop)
+        self.actions[first:last] = steps.actions[start:stop]
+        self.rewards[first:last] = steps.rewards[start:stop]
+        self.dones[first:last] = steps.dones[start:stop]
+        if self.handle_timeout_termination:
+            self.timeouts[first:last] = (
+                0.0 if steps.timeouts is None else steps.timeouts[start:stop]
+            )
+        self.full = self.full or last == self.buffer_size
+        self.pos = last % self.buffer_size
+        self._enter(first, last, priority)
+        return stop
+
+    def _observation_steps(self, name: str, obs: Any, n: int) -> Any:
+        """
+        :param name: name of the argument, for error messages
+        :param obs: what the user gave
+        :param n: number of steps
+        :return: the same with the shape ``(n, n_envs, *observation)``
+        """
+        return self._steps_of(name, obs, n, cast(tuple[int, ...], self.obs_shape))
+
+    def _steps_of(
+        self, name: str, values: npt.ArrayLike, n: int, shape: tuple[int, ...] = ()
+    ) -> Array:
+        """
+        :param name: name of the argument, for error messages
+        :param values: what the user gave
+        :param n: number of steps
+        :param shape: of one step of one environment, as it is stored
+        :return: the same with the shape ``(n, n_envs, *shape)``
+        :raises ValueError: if there are more or fewer numbers than that
+        """
+        array = np.asarray(values)
+        leading = (n, self.n_envs) if array.shape[:2] == (n, self.n_envs) else (n,)
+        fits = len(leading) == 2 or self.n_envs == 1
+        if not (fits and array.shape[: len(leading)] == leading) or (
+            array.size != n * self.n_envs * math.prod(shape)
+        ):
+            raise ValueError(
+                f"`{name}` has the shape {array.shape}, but {n} steps of {self.n_envs} "
+                f"environment(s) need {(n, self.n_envs, *shape)}"
+            )
+        return array.reshape(n, self.n_envs, *shape)
+
+    def _store_observations(self, first: int, steps: "Steps", start: int, stop: int) -> None:
+        """
+        :param first: row for the first of them
+        :param steps: what is to be stored
+        :param start: number of the first step
+        :param stop: one past the last step
+        """
+        last = first + stop - start
+        self.observations[first:last] = steps.observations[start:stop]
+        if self.optimize_memory_usage:
+            self.observations[last % self.buffer_size] = steps.next_observations[stop - 1]
+        else:
+            self.next_observations[first:last] = steps.next_observations[start:stop]
+
+    def _enter(self, first: int, last: int, priority: float) -> None:
+        """
+        Count rows just added, and give them their places in the tree.
+
+        :param first: the first of them
+        :param last: one past the last of them
         :param priority: of new transitions
         """
-        self.tree.fill(start, start + self.n_envs, priority)
+        if self.draws is not None:
+            self.draws.forget(slice(first, last))
+        start, stop = first * self.n_envs, last * self.n_envs
+        self._admit(start, stop, priority)
+        self._n_adds += last - first
+        if self._kept_observations:
+            for index in [index for index in self._kept_observations if start <= index < stop]:
+                del self._kept_observations[index]
+
+    def _admit(self, start: int, stop: int, priority: float) -> None:
+        """
+        Give rows just added their places in the tree.
+
+        :param start: their first transition
+        :param stop: one past their last one
+        :param priority: of new transitions
+        """
+        self.tree.fill(start, stop, priority)
         if self.optimize_memory_usage:
             # The next observation just went over the oldest row's own one
             oldest = self.pos * self.n_envs
@@ -593,10 +747,11 @@ class PrioritizedReplayBuffer(ReplayBuffer):
             last, self._flat(self.rewards), self._flat(self.dones), self._flat(self.timeouts)
         )
         rewards = self._normalize_reward(rewards, env) if discounts is None else returns
+        observations, next_observations = self._observations_of(batch_inds, last, env)
         batch: PrioritizedReplayBufferSamples = self._batch_type(
-            observations=self._observations_at(self.observations, batch_inds, env),
+            observations=observations,
             actions=self._to_tensor(self._flat(self.actions).take(batch_inds, axis=0)),
-            next_observations=self._next_observations_at(last, env),
+            next_observations=next_observations,
             dones=self._to_tensor(dones),
             rewards=self._to_tensor(rewards),
             discounts=None if discounts is None else self._to_tensor(discounts),
@@ -630,6 +785,18 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         )
         rewards = self._normalize_reward(rewards, env)  # [batch, n_steps]
         return last, (rewards * counts).sum(axis=1, keepdims=True), discounts
+
+    def _observations_of(
+        self, indices: IntArray, last: IntArray, env: VecNormalize | None
+    ) -> tuple[Any, Any]:
+        """
+        :param indices: which transitions, shape ``(batch,)``
+        :param last: the last step of each one's return, shape ``(batch,)``
+        :param env: normalizes, if given
+        :return: observations before ``indices`` and after ``last``
+        """
+        observations = self._observations_at(self.observations, indices, env)
+        return observations, self._next_observations_at(last, env)
 
     def _next_observations_at(self, indices: IntArray, env: VecNormalize | None) -> Any:
         if not self.optimize_memory_usage:
@@ -808,14 +975,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
             priorities are updated
         :raises ValueError: if an option is out of its range, or the buffer is of another kind
         """
-        if type(buffer) not in cls._counterparts:
-            names = " or ".join(counterpart.__name__ for counterpart in cls._counterparts)
-            raise ValueError(
-                f"{cls.__name__} takes over the content of SB3's {names}, got a "
-                f"{type(buffer).__name__}"
-            )
-        if isinstance(buffer, NStepReplayBuffer):
-            options = {"n_steps": buffer.n_steps, "gamma": buffer.gamma, **options}
+        options = cls._options_for(buffer, options)
         # As small as it can be, since the arrays are replaced
         prioritized = cls(
             buffer.n_envs,
@@ -835,3 +995,21 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         prioritized.tree.update(np.flatnonzero(prioritized.drawable()), 1.0)
         prioritized._n_adds = prioritized._n_known = prioritized.size()
         return prioritized
+
+    @classmethod
+    def _options_for(cls, buffer: ReplayBuffer, options: dict[str, Any]) -> dict[str, Any]:
+        """
+        :param buffer: whose content is to be taken over
+        :param options: what the user gave
+        :return: the same, with what the buffer says where the user said nothing
+        :raises ValueError: if the buffer is of another kind
+        """
+        if type(buffer) not in cls._counterparts:
+            names = " or ".join(counterpart.__name__ for counterpart in cls._counterparts)
+            raise ValueError(
+                f"{cls.__name__} takes over the content of SB3's {names}, got a "
+                f"{type(buffer).__name__}"
+            )
+        if isinstance(buffer, NStepReplayBuffer):
+            options = {"n_steps": buffer.n_steps, "gamma": buffer.gamma, **options}
+        return options

@@ -1,5 +1,6 @@
 """Snapshots of a replay buffer, taken while an agent trains."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -10,6 +11,7 @@ from stable_baselines3.common.buffers import ReplayBuffer
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
 
+from sb3_per.buffers.frames import PrioritizedFrameReplayBuffer
 from sb3_per.buffers.importance import importance_sampling_weights
 from sb3_per.buffers.replay import PrioritizedReplayBuffer, check_size
 from sb3_per.callbacks.td_errors import (
@@ -301,9 +303,13 @@ def _ages(buffer: ReplayBuffer, indices: IntArray) -> IntArray:
 
 
 def _first_observations(buffer: ReplayBuffer, indices: IntArray) -> npt.NDArray[Any] | None:
-    stored: Any = buffer.observations
-    if isinstance(stored, dict) or np.prod(stored.shape[2:]) > LARGEST_OBSERVATION:
+    shape = buffer.obs_shape
+    if isinstance(shape, dict) or math.prod(shape) > LARGEST_OBSERVATION:
         return None
+    if isinstance(buffer, PrioritizedFrameReplayBuffer):
+        stacks: npt.NDArray[Any] = buffer.batch_of(indices).observations.cpu().numpy()
+        return stacks
+    stored: Any = buffer.observations
     rows, envs = np.divmod(indices, buffer.n_envs)
     observations: npt.NDArray[Any] = stored[rows, envs]
     return observations

@@ -4,9 +4,13 @@ import io
 import pathlib
 import warnings
 from collections.abc import Iterable, Sequence
+<<<<<<< HEAD
+from copy import deepcopy
+=======
 from contextlib import AbstractContextManager
+>>>>>>> main
 from functools import cache
-from typing import Any, cast, get_args
+from typing import Any, TypeVar, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +24,7 @@ from stable_baselines3.common.type_aliases import GymEnv, MaybeCallback, Schedul
 from stable_baselines3.her.her_replay_buffer import HerReplayBuffer
 
 from sb3_per.buffers.dictionary import PrioritizedDictReplayBuffer
+from sb3_per.buffers.frames import PrioritizedFrameReplayBuffer
 from sb3_per.buffers.her import PrioritizedHerReplayBuffer
 from sb3_per.buffers.kernels import batch_means
 from sb3_per.buffers.replay import (
@@ -32,6 +37,9 @@ from sb3_per.buffers.replay import (
     check_number,
 )
 from sb3_per.buffers.samples import PrioritizedReplayBufferSamples
+<<<<<<< HEAD
+from sb3_per.common.saving import check_model_file, load_pickle, replaced_file
+=======
 from sb3_per.common.priorities import (
     Priority,
     PriorityContext,
@@ -39,8 +47,11 @@ from sb3_per.common.priorities import (
     check_priority,
     priorities_of,
 )
+>>>>>>> main
 
 __all__ = ["PrioritizedOffPolicyAlgorithm"]
+
+SelfAlgorithm = TypeVar("SelfAlgorithm", bound="PrioritizedOffPolicyAlgorithm")
 
 #: SB3's own default, for those who ask for its n-step buffer and name no number
 SB3_DEFAULT_N_STEPS = 3
@@ -104,6 +115,8 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
     """
 
     replay_buffer: PrioritizedReplayBuffer
+    #: Number of frames in a stack, found in the wrappers of the environment; saved with the model
+    _found_frame_stack: int | None = None
 
     def _set_per_options(
         self,
@@ -364,9 +377,26 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
                     f"{buffer_class.__name__} computes rewards by the environment: give `env`"
                 )
             options["env"] = self.env
-        return buffer_class(
+        if issubclass(buffer_class, PrioritizedFrameReplayBuffer):
+            options.update(self._frame_options())
+        buffer = buffer_class(
             self.buffer_size, self.observation_space, self.action_space, **{**kwargs, **options}
         )
+        if isinstance(buffer, PrioritizedFrameReplayBuffer):
+            self._found_frame_stack = buffer.frame_stack
+        return buffer
+
+    def _frame_options(self) -> dict[str, Any]:
+        """
+        :return: what tells a buffer of frames how many of them are in a stack, unless the user
+            does
+        """
+        if self.replay_buffer_kwargs.get("frame_stack", "auto") != "auto":
+            return {}
+        if self.env is not None:
+            return {"env": self.env}
+        # A model that was loaded without an environment
+        return {"frame_stack": self._found_frame_stack or "auto"}
 
     def _buffer_options(self) -> dict[str, Any]:
         """
@@ -407,7 +437,8 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
                 f"`replay_buffer_class` {getattr(asked_for, '__name__', asked_for)!r} draws "
                 f"without priorities, so {type(self).__name__} can't use it. Leave it out, or use "
                 "sb3_per.PrioritizedReplayBuffer (PrioritizedDictReplayBuffer, "
-                "PrioritizedHerReplayBuffer) or a class derived from it."
+                "PrioritizedHerReplayBuffer, PrioritizedFrameReplayBuffer) or a class derived "
+                "from it."
             )
         return counterpart
 
@@ -427,13 +458,78 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
         :raises ValueError: if the buffer does not fit this model (observations, actions, number of
             environments); the model keeps the buffer that it had
         """
-        before = self.replay_buffer
-        try:
-            super().load_replay_buffer(path, truncate_last_traj)
-            self.replay_buffer = self._adopt(cast(ReplayBuffer, self.replay_buffer))
-        except BaseException:
-            self.replay_buffer = before
-            raise
+        loaded = load_pickle(path, self.verbose)
+        if not isinstance(loaded, ReplayBuffer):
+            name = path if isinstance(path, str | pathlib.Path) else "the file"
+            raise ValueError(
+                f"can't load {name}: there is no replay buffer in it, but an object of the type "
+                f"{type(loaded).__name__}"
+            )
+        # As in SB3 from here on, on a buffer that is not the model's yet
+        if not hasattr(loaded, "handle_timeout_termination"):
+            # Of SB3 before 2.1
+            loaded.handle_timeout_termination = False
+            loaded.timeouts = np.zeros_like(loaded.dones)
+        if isinstance(loaded, HerReplayBuffer):
+            if self.env is None:
+                raise ValueError(
+                    f"a {type(loaded).__name__} computes rewards by the environment: give the "
+                    "model one, by `set_env`, before loading"
+                )
+            loaded.set_env(self.env)
+            if truncate_last_traj:
+                loaded.truncate_last_trajectory()
+        loaded.device = self.device
+        self.replay_buffer = self._adopt(loaded)
+
+    def save_replay_buffer(self, path: str | pathlib.Path | io.BufferedIOBase) -> None:
+        """
+        Save the replay buffer as a pickle file. A file that is there already is replaced when the
+        new one is complete: whatever happens meanwhile, one of the two is there, whole.
+
+        :param path: path of the file, or a file opened for writing
+        :raises OSError: if the file can't be written, for lack of space, say; what was there stays
+        """
+        if not isinstance(path, str | pathlib.Path):
+            super().save_replay_buffer(path)
+            return
+        with replaced_file(path, "pkl", self.verbose) as file:
+            super().save_replay_buffer(file)
+
+    def save(
+        self,
+        path: str | pathlib.Path | io.BufferedIOBase,
+        exclude: Iterable[str] | None = None,
+        include: Iterable[str] | None = None,
+    ) -> None:
+        """
+        Save the model as a zip file, without its replay buffer. A file that is there already is
+        replaced when the new one is complete.
+
+        :param path: path of the file, or a file opened for writing
+        :param exclude: names of attributes that are left out, in addition to the default ones
+        :param include: names of attributes that are saved in spite of that
+        :raises OSError: if the file can't be written, for lack of space, say; what was there stays
+        """
+        if not isinstance(path, str | pathlib.Path):
+            super().save(path, exclude, include)
+            return
+        with replaced_file(path, "zip") as file:
+            super().save(file, exclude, include)
+
+    @classmethod
+    def load(cls: type[SelfAlgorithm], path: Any, *args: Any, **kwargs: Any) -> SelfAlgorithm:
+        """
+        Load a model, as in SB3.
+
+        :param path: path of the zip file, or the opened file
+        :param args: arguments of SB3's ``load``
+        :param kwargs: the same, and options of the algorithm that replace those of the file
+        :return: a new model
+        :raises ValueError: if there is no model in the file, or not all of it
+        """
+        check_model_file(path)
+        return super().load(path, *args, **kwargs)
 
     def _adopt(self, loaded: ReplayBuffer) -> PrioritizedReplayBuffer:
         """
@@ -470,8 +566,11 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
                 )
                 setattr(loaded, name, ours)
         if not isinstance(loaded, PrioritizedReplayBuffer):
-            beta = self._scheduled_beta(self._current_progress_remaining)
-            converted = buffer_class.from_replay_buffer(loaded, beta=beta, **options)
+            options["beta"] = self._scheduled_beta(self._current_progress_remaining)
+            if issubclass(buffer_class, PrioritizedFrameReplayBuffer):
+                options["compression"] = self.replay_buffer_kwargs.get("compression")
+                options["frame_stack"] = self._found_frame_stack
+            converted = buffer_class.from_replay_buffer(loaded, **options)
             _warn(
                 f"the replay buffer in the file is a {type(loaded).__name__} without priorities: "
                 f"its {converted.n_transitions} transitions all start at priority 1"
@@ -595,13 +694,21 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
         device: th.device | str = "auto",
     ) -> None:
         """
-        As in SB3.
+        As in SB3; if anything does not fit, the model keeps all the parameters that it had.
 
         :param load_path_or_dict: path of a zip file, or what :meth:`get_parameters` returned
         :param exact_match: whether all parameters must be there
         :param device: on which to load the file
         """
-        super().set_parameters(load_path_or_dict, exact_match, device)
+        if not isinstance(load_path_or_dict, dict):
+            check_model_file(load_path_or_dict)
+        before = deepcopy(self.get_parameters())
+        try:
+            super().set_parameters(load_path_or_dict, exact_match, device)
+        except BaseException:
+            # SB3 finds what doesn't fit while it goes on
+            super().set_parameters(before)
+            raise
         self._fuse_optimizers()
 
     def _excluded_save_params(self) -> list[str]:

@@ -14,8 +14,10 @@ from stable_baselines3.common.noise import (
     OrnsteinUhlenbeckActionNoise,
 )
 from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
+from stable_baselines3.common.preprocessing import is_image_space
 from stable_baselines3.common.vec_env import VecEnv
 
+from sb3_per.buffers.frames import PrioritizedFrameReplayBuffer, frame_stack_of
 from sb3_per.compare.hyperparams import (
     REFUSED,
     SHARED,
@@ -164,6 +166,16 @@ class Agent:
             if name in arguments:
                 value = arguments.pop(name)
                 arguments["policy_kwargs"] = {**arguments.get("policy_kwargs", {}), name: value}
+<<<<<<< HEAD
+        if (
+            ALGORITHMS[self.algorithm].is_prioritized
+            and not arguments.get("optimize_memory_usage", False)
+            and is_image_space(env.observation_space)
+            and (frame_stack_of(env) or 1) > 1
+        ):
+            # The same batches, in an eighth of the memory
+            arguments["replay_buffer_class"] = PrioritizedFrameReplayBuffer
+=======
         if ALGORITHMS[self.algorithm].needs_noise:
             # As in rl-zoo's files
             arguments.setdefault("noise_type", "normal")
@@ -172,6 +184,7 @@ class Agent:
             scale = np.full(shape or (), arguments.pop("noise_std", DEFAULT_NOISE))
             noise: Any = NOISES[arguments.pop("noise_type")]
             arguments["action_noise"] = noise(np.zeros_like(scale), scale)
+>>>>>>> main
         return self.algorithm_class()(env=env, seed=seed, device=device, **arguments)
 
     def try_out(self, env: VecEnv, hyperparams: Hyperparams, seed: int, device: str) -> None:

@@ -327,13 +327,17 @@ def full_env_id(env_id: str) -> str:
     """
     :param env_id: id as the user gave it
     :return: as Gymnasium knows it: the toy environments of this package don't need their
-        namespace, and of ``module:Id``, the module has been imported
+        namespace, Atari's games not the name of their module, and of ``module:Id``, the module has
+        been imported
     :raises SettingsError: if there is none
     """
     module, _, name = env_id.rpartition(":")
     try:
         if module:
             importlib.import_module(module)
+        elif name.startswith("ALE/") or "NoFrameskip" in name:
+            # A process knows Atari's games once it has imported their package: workers, too
+            return full_env_id(f"ale_py:{env_id}")
         for candidate in (env_id, f"sb3_per/{env_id}"):
             if (candidate.rpartition(":")[2]) in gym.registry:
                 return candidate
