@@ -77,8 +77,7 @@ def pairwise_quantile_loss(quantiles: th.Tensor, targets: th.Tensor) -> th.Tenso
     """
     n_quantiles = quantiles.shape[-1]
     midpoints = (th.arange(n_quantiles, device=quantiles.device) + 0.5) / n_quantiles
-    estimates, wanted = th.broadcast_tensors(
-        quantiles.unsqueeze(-1), targets.detach().unsqueeze(-2)
-    )
+    pairs = quantiles.unsqueeze(-1), targets.detach().unsqueeze(-2)
+    estimates, wanted = th.broadcast_tensors(*pairs)  # type: ignore[no-untyped-call]
     huber = F.smooth_l1_loss(estimates, wanted, reduction="none")
     return th.abs(midpoints[:, None] - (wanted < estimates).float()) * huber

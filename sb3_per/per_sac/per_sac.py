@@ -261,12 +261,13 @@ class PERSAC(PrioritizedOffPolicyAlgorithm, SAC):
                 # Important: detach the variable from the graph
                 # so we don't change it with other losses
                 # see https://github.com/rail-berkeley/softlearning/issues/60
+                assert isinstance(self.target_entropy, float)
                 ent_coef_loss = -(
                     self.log_ent_coef * (log_prob + self.target_entropy).detach()
                 ).mean()
                 ent_coef_losses.append(ent_coef_loss.item())
                 self.ent_coef_optimizer.zero_grad()
-                ent_coef_loss.backward()
+                ent_coef_loss.backward()  # type: ignore[no-untyped-call]
                 self.ent_coef_optimizer.step()
 
             # Compute critic loss
@@ -276,7 +277,7 @@ class PERSAC(PrioritizedOffPolicyAlgorithm, SAC):
 
             # Optimize the critic
             self.critic.optimizer.zero_grad()
-            critic_loss.backward()
+            critic_loss.backward()  # type: ignore[no-untyped-call]
             self.critic.optimizer.step()
 
             # Compute actor loss
@@ -289,7 +290,7 @@ class PERSAC(PrioritizedOffPolicyAlgorithm, SAC):
 
             # Optimize the actor
             self.actor.optimizer.zero_grad()
-            actor_loss.backward()
+            actor_loss.backward()  # type: ignore[no-untyped-call]
             self.actor.optimizer.step()
 
             # Update target networks
@@ -363,7 +364,10 @@ class PERSAC(PrioritizedOffPolicyAlgorithm, SAC):
             batch,
             th.cat(tuple(q_values), dim=1),
             targets,
-            losses_of=lambda estimates, targets: self._losses_of(estimates.split(1, 1), targets),
+            losses_of=lambda estimates, targets: self._losses_of(
+                estimates.split(1, dim=1),  # type: ignore[no-untyped-call]
+                targets,
+            ),
             target_estimates=lambda: th.cat(
                 self.critic_target(batch.observations, batch.actions), dim=1
             ),

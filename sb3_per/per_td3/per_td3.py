@@ -78,7 +78,7 @@ class PrioritizedTD3(PrioritizedOffPolicyAlgorithm, TD3):
 
             # Optimize the critics
             self.critic.optimizer.zero_grad()
-            critic_loss.backward()
+            critic_loss.backward()  # type: ignore[no-untyped-call]
             self.critic.optimizer.step()
 
             # Delayed policy updates
@@ -90,7 +90,7 @@ class PrioritizedTD3(PrioritizedOffPolicyAlgorithm, TD3):
 
                 # Optimize the actor
                 self.actor.optimizer.zero_grad()
-                actor_loss.backward()
+                actor_loss.backward()  # type: ignore[no-untyped-call]
                 self.actor.optimizer.step()
 
                 polyak_update(self.critic.parameters(), self.critic_target.parameters(), self.tau)
@@ -149,7 +149,10 @@ class PrioritizedTD3(PrioritizedOffPolicyAlgorithm, TD3):
             batch,
             th.cat(tuple(q_values), dim=1),
             targets,
-            losses_of=lambda estimates, targets: self._losses_of(estimates.split(1, 1), targets),
+            losses_of=lambda estimates, targets: self._losses_of(
+                estimates.split(1, dim=1),  # type: ignore[no-untyped-call]
+                targets,
+            ),
             target_estimates=lambda: th.cat(
                 self.critic_target(batch.observations, batch.actions), dim=1
             ),

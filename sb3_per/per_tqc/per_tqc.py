@@ -259,11 +259,11 @@ class PERTQC(PrioritizedOffPolicyAlgorithm, TQC):
                 # so we don't change it with other losses
                 # see https://github.com/rail-berkeley/softlearning/issues/60
                 ent_coef_loss = -(
-                    self.log_ent_coef * (log_prob + self.target_entropy).detach()
+                    self.log_ent_coef * (log_prob + self.target_entropy).detach()  # type: ignore[operator]
                 ).mean()
                 ent_coef_losses.append(ent_coef_loss.item())
                 self.ent_coef_optimizer.zero_grad()
-                ent_coef_loss.backward()
+                ent_coef_loss.backward()  # type: ignore[no-untyped-call]
                 self.ent_coef_optimizer.step()
 
             # Compute critic loss, not summing over the quantile dimension as in the paper.
@@ -274,7 +274,7 @@ class PERTQC(PrioritizedOffPolicyAlgorithm, TQC):
 
             # Optimize the critic
             self.critic.optimizer.zero_grad()
-            critic_loss.backward()
+            critic_loss.backward()  # type: ignore[no-untyped-call]
             self.critic.optimizer.step()
 
             # Compute actor loss

@@ -131,7 +131,8 @@ def replay_draws(theirs: Any, drawn: list[npt.NDArray[np.int64]]) -> None:
         np.random.random_sample(batch_size)
         rows, envs = np.divmod(next(draws), buffer.n_envs)
         with mock.patch("numpy.random.randint", return_value=envs):
-            return buffer._get_samples(rows, env)
+            batch: ReplayBufferSamples = buffer._get_samples(rows, env)
+            return batch
 
     buffer.sample = sample
 
