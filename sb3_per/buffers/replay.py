@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args
 
 import numpy as np
@@ -54,6 +55,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 #: Draws without a single update after which a user is told that priorities never change
 DRAWS_BEFORE_WARNING = 1000
+
+#: In place of n-step returns with one step
+_NO_RETURNS = np.empty((0, 1), np.float32)
 
 SelfBuffer = TypeVar("SelfBuffer", bound="PrioritizedReplayBuffer")
 Array = npt.NDArray[Any]
@@ -662,14 +666,96 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         :return: the batch, with weights and with the indices for :meth:`update_priorities`
         :raises ValueError: if nothing is stored or no stored transition can be drawn
         """
+        indices, masses = self.draw(batch_size)
+        if not self._was_updated:
+            self._count_unanswered_draw()
+        return self._get_samples(indices, env)._replace(weights=self._weights_of(masses))
+
+    def draw(self, batch_size: int) -> tuple[IntArray, FloatArray]:
+        """
+        What :meth:`sample` begins with: draw transitions without gathering them.
+
+        :param batch_size: number of transitions, at least 1
+        :return: which transitions, and their masses in the tree, shape ``(batch_size,)`` each
+        :raises ValueError: if nothing is stored or no stored transition can be drawn
+        """
         if self.tree.total == 0.0:
             raise ValueError(self._why_nothing_can_be_drawn())
         indices, masses = self.tree.sample(batch_size)
         if self.draws is not None:
             self.draws.note(indices, self.pos)
-        if not self._was_updated:
-            self._count_unanswered_draw()
-        return self._get_samples(indices, env)._replace(weights=self._weights_of(masses))
+        return indices, masses
+
+    def write(self, indices: IntArray, priorities: FloatArray) -> None:
+        """
+        What :meth:`update_priorities` ends with, once all is checked.
+
+        :param indices: stored transitions, int64, shape ``(n,)``
+        :param priorities: as the tree holds them, finite, not negative, at most its
+            ``priority_limit``, shape ``(n,)``
+        """
+        self._was_updated = True
+        drawable = self._is_drawable(indices)
+        if drawable is not None:
+            indices, priorities = indices[drawable], priorities[drawable]
+        self.tree.write(indices, priorities)
+
+    # For compiled code that does itself what `sample` and `update_priorities` do between the two.
+
+    @property
+    def can_be_bypassed(self) -> bool:
+        """
+        Whether the arguments below say all that there is to a batch: the buffer is of this very
+        class, no method is replaced, by whatever means, and no observation is kept aside.
+        """
+        return (
+            type(self) is PrioritizedReplayBuffer
+            and not self._kept_observations
+            and vars(self).keys().isdisjoint(_NAMES)
+            and _members(PrioritizedReplayBuffer) == _MEMBERS
+        )
+
+    def gather_arguments(self, indices: IntArray) -> tuple[Array, ...]:
+        """
+        :param indices: which transitions, shape ``(n,)``
+        :return: everything that is stored, one row for each transition: observations, next
+            observations, actions, rewards, ends of episodes, time limits; then the rows where the
+            returns of ``indices`` end and where the observations after them are, shape ``(n,)``
+            each; then n-step returns and their discounts, shape ``(n, 1)`` each, or ``(0, 1)``
+            with one step
+        """
+        if self._n_steps == 1:
+            last, returns, discounts = indices, _NO_RETURNS, _NO_RETURNS
+        else:
+            last, returns, discounts = self._n_step_returns(indices, None)
+        n = self.tree.capacity
+        observations = self.observations.reshape(n, -1)
+        saves_memory = self.optimize_memory_usage
+        return (
+            observations,
+            observations if saves_memory else self.next_observations.reshape(n, -1),
+            self.actions.reshape(n, -1),
+            self.rewards.reshape(n),
+            self.dones.reshape(n),
+            self.timeouts.reshape(n),
+            last,
+            (last + self.n_envs) % n if saves_memory else last,
+            returns,
+            discounts,
+        )
+
+    @property
+    def weight_arguments(self) -> tuple[float, float]:
+        """The mass whose weight is 1, 0 for the smallest one of the batch; and beta."""
+        is_by_buffer = self._weight_normalization == "buffer"
+        return self.tree.min_mass if is_by_buffer else 0.0, self._beta
+
+    @property
+    def priority_arguments(self) -> tuple[int, float, float, float]:
+        """Number of stored transitions, eps, exponent and largest priority allowed."""
+        # Ranks are taken of the errors as they are; alpha is the rank-tree's part
+        exponent = 1.0 if self._prioritization == "rank" else self._alpha
+        return self.n_transitions, self._eps, exponent, self.tree.priority_limit
 
     def _why_nothing_can_be_drawn(self) -> str:
         if self.n_transitions == 0:
@@ -724,8 +810,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         :param masses: of the drawn transitions, shape ``(batch,)``
         :return: their importance-sampling weights, shape ``(batch, 1)``
         """
-        smallest = self.tree.min_mass if self._weight_normalization == "buffer" else 0.0
-        return self._to_tensor(weights_of(masses, smallest, self._beta))
+        return self._to_tensor(weights_of(masses, *self.weight_arguments))
 
     def _get_samples(  # type: ignore[override]
         self, batch_inds: IntArray, env: VecNormalize | None = None
@@ -863,12 +948,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
             sum of all, or the shapes differ. After any of the errors the priorities are as they
             were.
         """
-        places, priorities = self._check_update(indices, td_errors)
-        self._was_updated = True
-        drawable = self._is_drawable(places)
-        if drawable is not None:
-            places, priorities = places[drawable], priorities[drawable]
-        self.tree.write(places, priorities)
+        self.write(*self._check_update(indices, td_errors))
 
     def _check_update(self, indices: npt.ArrayLike, td_errors: Any) -> tuple[IntArray, FloatArray]:
         """
@@ -876,8 +956,6 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         :param td_errors: as the caller gave them
         :return: the same as plain arrays, and priorities in place of errors, shape ``(n,)`` each
         """
-        # Ranks are taken of the errors as they are; alpha is the rank-tree's part
-        exponent = 1.0 if self._prioritization == "rank" else self._alpha
         if isinstance(td_errors, th.Tensor) and td_errors.device.type == "cpu":
             td_errors = td_errors.detach()
             if td_errors.dtype == th.float32:
@@ -891,29 +969,25 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         ):
             # What a training loop gives
             priorities, is_valid = priorities_of(
-                td_errors.ravel(),
-                indices,
-                self.n_transitions,
-                self._eps,
-                exponent,
-                self.tree.priority_limit,
+                td_errors.ravel(), indices, *self.priority_arguments
             )
             if is_valid:
                 return indices, priorities
         # Anything else is converted as far as it can be, and what is wrong with it is said
         places = self._check_indices(indices)
         errors = self._check_td_errors(td_errors, places)
+        _, eps, exponent, limit = self.priority_arguments
         with np.errstate(over="ignore", under="ignore"):
-            bases = np.abs(errors) + self.eps
+            bases = np.abs(errors) + eps
             # What is above zero stays so, also where the power is too small for a float
             priorities = np.maximum(bases**exponent, np.where(bases > 0.0, SMALLEST_PRIORITY, 0.0))
-        too_large = np.flatnonzero(~(priorities <= self.tree.priority_limit))
+        too_large = np.flatnonzero(~(priorities <= limit))
         if too_large.size:
             at = too_large[0]
             raise ValueError(
                 f"TD error {errors[at]} of transition {places[at]} is too large: its priority "
                 f"(|error| + eps) ** {exponent:g} = {priorities[at]} is above "
-                f"{self.tree.priority_limit:.4g}, the most that {self.tree.capacity} leaves can "
+                f"{limit:.4g}, the most that {self.tree.capacity} leaves can "
                 "hold"
             )
         return places, priorities
@@ -1013,3 +1087,9 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         if isinstance(buffer, NStepReplayBuffer):
             options = {"n_steps": buffer.n_steps, "gamma": buffer.gamma, **options}
         return options
+
+
+# What the class is made of as it was written, to know whether somebody replaced a part of it
+_NAMES = [name for name in dir(PrioritizedReplayBuffer) if not name.startswith("__")]
+_members = attrgetter(*_NAMES)
+_MEMBERS = _members(PrioritizedReplayBuffer)

@@ -10,9 +10,12 @@ from gymnasium import spaces
 from sb3_per.buffers.replay import check_flag
 from sb3_per.buffers.samples import PrioritizedReplayBufferSamples
 from sb3_per.common.losses import Loss
-from sb3_per.common.mlp import Architecture, CompiledUpdate, UpdateChoice
+from sb3_per.common.mlp import Architecture, CompiledUpdate, Replayed, UpdateChoice
 from sb3_per.common.off_policy import PrioritizedOffPolicyAlgorithm
 from sb3_per.common.priorities import priorities_of
+
+#: Priorities that compiled code makes of the TD errors alone
+BYPASSING = ("td_error", "clipped")
 
 __all__ = ["CompiledOffPolicyAlgorithm"]
 
@@ -104,24 +107,62 @@ class CompiledOffPolicyAlgorithm(PrioritizedOffPolicyAlgorithm):
         if update is None:
             return False
         self._update_learning_rate(self.policy.optimizer)
+        buffer = self.replay_buffer
+        # Whatever else becomes the priority gets to see the batch
+        can_be_bypassed = self._vec_normalize_env is None and self.priority in BYPASSING
         losses, errors, weights = [], [], []
         for _ in range(gradient_steps):
-            batch = self.replay_buffer.sample(batch_size, env=self._vec_normalize_env)
-            td_errors = update.td_errors(batch, self.gamma, self.double_q)
-            # Before the step, so that an error that is not finite stops training while the
-            # network is still whole
-            self.replay_buffer.update_priorities(
-                batch.indices, self._compiled_priorities(batch, td_errors)
-            )
-            losses.append(update.descend(batch.weights, self.max_grad_norm, self.loss))
-            errors.append(td_errors)
-            weights.append(batch.weights)
+            if can_be_bypassed and update.takes_from(buffer):
+                replayed = self._replay_at_once(update, batch_size)
+            else:
+                batch = buffer.sample(batch_size, env=self._vec_normalize_env)
+                replayed = self._replay(update, batch)
+            losses.append(replayed.loss)
+            errors.append(replayed.errors)
+            weights.append(replayed.weights)
         self._n_updates += gradient_steps
         self.logger.record("train/n_updates", self._n_updates, exclude="tensorboard")
         if losses:
             self.logger.record("train/loss", sum(losses) / len(losses))
             self._record_per(errors, weights)
         return True
+
+    def _replay(self, update: CompiledUpdate, batch: PrioritizedReplayBufferSamples) -> Replayed:
+        """
+        :param update: of this model
+        :param batch: from the replay buffer
+        :return: what there is to log
+        """
+        td_errors = update.td_errors(batch, self.gamma, self.double_q)
+        # Before the step, so that an error that is not finite stops training while the
+        # network is still whole
+        priorities = self._compiled_priorities(batch, td_errors)
+        self.replay_buffer.update_priorities(batch.indices, priorities)
+        loss = update.descend(batch.weights, self.max_grad_norm, self.loss)
+        return Replayed(loss, td_errors, batch.weights)
+
+    def _replay_at_once(self, update: CompiledUpdate, batch_size: int) -> Replayed:
+        """
+        The same for a batch that is drawn here, without the methods of the buffer.
+
+        :param update: that takes from the buffer
+        :param batch_size: number of transitions
+        :return: what there is to log
+        """
+        buffer = self.replay_buffer
+        indices, masses = buffer.draw(batch_size)
+        replayed = update.replay(
+            buffer,
+            indices,
+            masses,
+            self.priority == "clipped",
+            self.gamma,
+            self.double_q,
+            self.max_grad_norm,
+            self.loss,
+        )
+        # Something is wrong with the batch: the methods say what
+        return replayed or self._replay(update, buffer.batch_of(indices))
 
     def _compiled_priorities(
         self, batch: PrioritizedReplayBufferSamples, td_errors: th.Tensor
