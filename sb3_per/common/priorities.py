@@ -1,10 +1,13 @@
 """Priority functions: what of a batch becomes the priority of its transitions."""
 
+import inspect
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any, Literal
 
 import torch as th
+from stable_baselines3.common.base_class import BaseAlgorithm
+from stable_baselines3.common.buffers import ReplayBuffer
 from stable_baselines3.common.save_util import data_to_json
 
 from sb3_per.buffers.samples import PrioritizedReplayBufferSamples
@@ -169,20 +172,46 @@ def check_priority(priority: Any) -> None:
 def check_can_be_saved(priority: Priority) -> None:
     """
     :param priority: name or function
-    :raises ValueError: if it is a function that can't be pickled
+    :raises ValueError: if it is a function that can't be pickled, or that holds a model
     """
     if isinstance(priority, str):
         return
+    if _holds_a_model(priority):
+        raise ValueError(
+            f"`priority` is {priority!r}, which refers to a model or its buffer: these would go "
+            f"into the file with it. {WAYS_OUT}"
+        )
     try:
         # As SB3 saves it
         data_to_json({"priority": priority})
     except Exception as error:
         raise ValueError(
             f"`priority` is {priority!r}, which can't be saved with the model "
-            f"({type(error).__name__}: {error}). Make it a function that uses nothing but its "
-            'context, or save without it, `save(path, exclude=["priority"])`: the loaded model '
-            'has "td_error" then, unless `load(path, priority=...)` gives the function again.'
+            f"({type(error).__name__}: {error}). {WAYS_OUT}"
         ) from error
+
+
+#: What to do about a function that can't be saved
+WAYS_OUT = (
+    "Make it a function that uses nothing but its context, or save without it, "
+    '`save(path, exclude=["priority"])`: the loaded model has "td_error" then, unless '
+    "`load(path, priority=...)` gives the function again."
+)
+
+
+def _holds_a_model(function: Any) -> bool:
+    """
+    :param function: of the user
+    :return: whether a model or a buffer is among what is pickled with it: its attributes, what it
+        encloses and, in a script or a notebook, global variables
+    """
+    held = [*getattr(function, "__dict__", {}).values(), getattr(function, "__self__", None)]
+    if inspect.isfunction(function):
+        variables = inspect.getclosurevars(function)
+        held += variables.nonlocals.values()
+        if function.__module__ == "__main__":
+            held += variables.globals.values()
+    return any(isinstance(value, BaseAlgorithm | ReplayBuffer) for value in held)
 
 
 def priorities_of(priority: Priority, context: PriorityContext) -> th.Tensor:

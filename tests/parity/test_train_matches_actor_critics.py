@@ -72,7 +72,7 @@ class NormalizedFeatures(BaseFeaturesExtractor):
 
 
 SMALL: dict[str, Any] = {
-    "buffer_size": 90,
+    "buffer_size": 64,
     "learning_starts": 20,
     # No powers of two: means of means would be rounded otherwise
     "batch_size": 23,
@@ -141,7 +141,7 @@ def run_both(
     name: str,
     n_envs: int = 1,
     normalize: bool = False,
-    total: int = 100,
+    total: int = 80,
     options: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> tuple[Any, Any]:

@@ -377,6 +377,43 @@ def test_a_function_that_cannot_be_saved_is_told_so_when_saving(tmp_path: Path) 
     assert DQN.load(tmp_path / "model").num_timesteps == 20
 
 
+class Holder:
+    """Holds what it is given."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def __call__(self, context: PriorityContext) -> th.Tensor:
+        return context.td_errors
+
+    def method(self, context: PriorityContext) -> th.Tensor:
+        return context.td_errors
+
+
+class Derived(PERTD3):
+    def own(self, context: PriorityContext) -> th.Tensor:
+        return context.td_errors
+
+
+def test_a_function_that_would_take_the_model_into_the_file_is_refused(tmp_path: Path) -> None:
+    model = small(Derived)
+
+    def enclosing(context: PriorityContext) -> th.Tensor:
+        return context.td_errors * model.gamma
+
+    script = "def from_a_script(context):\n    return context.td_errors * model.gamma\n"
+    namespace: dict[str, Any] = {"__name__": "__main__", "model": model}
+    exec(script, namespace)
+    functions = [enclosing, namespace["from_a_script"], model.own, Holder(model.replay_buffer)]
+    for function in functions:
+        model.priority = function
+        with pytest.raises(ValueError, match=r"refers to a model or its buffer.*exclude"):
+            model.save(tmp_path / "model")
+        assert not (tmp_path / "model.zip").exists()
+    model.priority = Holder(3).method
+    model.save(tmp_path / "model")
+
+
 class WithoutContext(PrioritizedOffPolicyAlgorithm, DQN):
     """An algorithm of a user's whose ``train`` knows nothing of priority functions."""
 
