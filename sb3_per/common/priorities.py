@@ -275,7 +275,8 @@ def _check_finite(what: str, values: th.Tensor, indices: Any, hint: str) -> None
         faults = (~is_finite).nonzero().flatten().tolist()
         raise ValueError(
             f"{what} must be finite, got {values[faults[0]].item()} for transition "
-            f"{indices[faults[0]]} ({len(faults)} of {len(values)} are not finite). {hint}"
+            f"{indices[faults[0]]} ({len(faults)} of {len(values)} are not finite, at the indices "
+            f"{[int(indices[at]) for at in faults[:10]]}). {hint}"
         )
 
 
