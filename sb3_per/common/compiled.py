@@ -75,11 +75,13 @@ class CompiledOffPolicyAlgorithm(PrioritizedOffPolicyAlgorithm):
             return "`compiled` is False"
         if not isinstance(self.priority, str):
             return "`priority` is a function"
+        cls = type(self)
         # The class that the compiled code was written for
-        known = next(cls for cls in type(self).__mro__ if "_architecture" in vars(cls))
+        known = next(base for base in cls.__mro__ if "_architecture" in vars(base))
+        own = vars(self)
         for name in self._compiled_methods:
-            if name in vars(self) or getattr(type(self), name) is not getattr(known, name):
-                return f"{type(self).__name__} has its own `{name}`"
+            if name in own or (cls is not known and getattr(cls, name) is not getattr(known, name)):
+                return f"{cls.__name__} has its own `{name}`"
         network = self._architecture.body
         for name in (network, f"{network}_target"):
             if getattr(self, name) is not getattr(self.policy, name):

@@ -409,6 +409,18 @@ class _Inputs:
             preprocess_obs(observations, self._space)
         return inputs
 
+    def of_array(self, observations: npt.NDArray[Any], n: int) -> Float32Array:
+        """
+        :meth:`of` an array, in memory of its own: that given may be read-only.
+
+        :param observations: shape ``(n, *observation)``
+        :param n: how many there must be
+        :return: shape ``(n, n_inputs)``
+        """
+        if self._one_hot_sizes is None and observations.dtype == np.float32:
+            return np.array(observations, order="C").reshape(n, self._n_inputs)
+        return self.of(th.from_numpy(np.array(observations)), n)
+
 
 class CompiledUpdate:
     """
@@ -446,6 +458,8 @@ class CompiledUpdate:
             raise UnsuitableError("hooks are set for all modules")
         self._online, self._target = online, target
         self._sizes = np.array(online.sizes, np.int64)
+        # Of one row, in all layers
+        self._n_results = sum(online.sizes[1:])
         self._is_tanh = online.is_tanh
         self._n_quantiles: int = self.network.n_quantiles if architecture.has_quantiles else 0
         self._n_actions = online.sizes[-1] // max(self._n_quantiles, 1)
@@ -562,7 +576,7 @@ class CompiledUpdate:
         if memory is None:
             if len(self._memory) >= N_SIZES_KEPT:
                 self._memory.clear()
-            size = n * int(self._sizes[1:].sum())
+            size = n * self._n_results
             memory = self._memory[n] = (
                 np.empty(size, np.float32),
                 np.empty(size, np.float32),
@@ -746,16 +760,15 @@ class CompiledUpdate:
         :param observations: shape ``(n, *observation)``
         :return: the best action for each, the first of those that are equally good, shape ``(n,)``
         """
-        # A copy, since that given may be read-only
         n = len(observations)
-        inputs = self._inputs.of(th.from_numpy(np.array(observations)), n)
+        inputs = self._inputs.of_array(observations, n)
         actions = np.empty(n, np.int64)
         greedy_actions(
             self._addresses,
             self._sizes,
             self._is_tanh,
             inputs,
-            np.empty(n * int(self._sizes[1:].sum()), np.float32),
+            np.empty(n * self._n_results, np.float32),
             self._n_actions,
             actions,
         )
