@@ -1,5 +1,5 @@
 """
-TD3 with prioritized replay, on Pendulum-v1: an algorithm of one's own gets PER (see docs/own_algorithm.md).
+TD3 with prioritized replay, on Pendulum-v1: a custom algorithm with PER (docs/own_algorithm.md).
 
     python examples/per_td3.py --seed 1 --replay per
 """
