@@ -190,7 +190,7 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
 
     def td_errors(self, batch: PrioritizedReplayBufferSamples) -> th.Tensor:
         """
-        TD errors of a batch under the networks as they are, for ``initial_priority="td_error"``.
+        TD errors of a batch under the current networks, for ``initial_priority="td_error"``.
 
         :param batch: transitions from the replay buffer
         :return: shape ``(batch, 1)``; their absolute values make the priorities
@@ -199,7 +199,7 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
 
     def priority_context(self, batch: PrioritizedReplayBufferSamples) -> PriorityContext:
         """
-        What a priority function gets to see of a batch, under the networks as they are.
+        Context of a batch for a priority function, under the current networks.
 
         :param batch: transitions from the replay buffer
         :return: the context
