@@ -40,6 +40,15 @@ ORIGINS = {
     "TQC": ("sb3_contrib", "sb3_contrib.tqc"),
 }
 
+#: What is another way here on purpose, by a part of the test's name
+BY_DESIGN = {
+    "test_n_step_replay.py::test_run": "n-step returns come from a prioritized buffer, not SB3's",
+    "test_save_load.py::test_warn_buffer[True": (
+        "with memory saving, the last transition is kept whole: nothing to warn of"
+    ),
+    "test_tensorboard.py::test_tensorboard": "the folder of the log has the name of our algorithm",
+}
+
 #: Tell the plugin, which runs in another process, what to do
 REPORT_VARIABLE = "SB3_TESTS_REPORT"
 ALGORITHM_VARIABLE = "SB3_TESTS_ALGORITHM"
@@ -151,7 +160,7 @@ def print_comparison(name: str, theirs: Report, ours: Report) -> list[str]:
     :param name: of the original algorithm
     :param theirs: of the tests as they are
     :param ours: of the same tests with the algorithm replaced
-    :return: the tests that pass for theirs but not for ours
+    :return: the tests that pass for theirs but not for ours, those of :data:`BY_DESIGN` left out
     """
     counts = [Counter(report.outcomes.values()) for report in (theirs, ours)]
     print(f"\n{'tests':<10}{name:>10}{'PER' + name:>10}")
@@ -167,6 +176,11 @@ def print_comparison(name: str, theirs: Report, ours: Report) -> list[str]:
         for test, outcome in theirs.outcomes.items()
         if outcome == "passed" and ours.outcomes.get(test) != "passed"
     ]
+    for test in list(lost):
+        reasons = [reason for part, reason in BY_DESIGN.items() if part in test]
+        if reasons:
+            lost.remove(test)
+            print(f"another way on purpose: {test} ({reasons[0]})")
     print(f"pass for {name} but not for PER{name}: {len(lost)}")
     for test in lost:
         print(f"  {test} ({ours.reasons.get(test, ours.outcomes.get(test, 'not run'))})")

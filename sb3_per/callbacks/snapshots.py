@@ -40,7 +40,8 @@ class ReplaySnapshot:
     :param n_transitions: number of stored transitions
     :param indices: stored transitions in the snapshot, ``row * n_envs + env``, ascending, shape
         ``(n,)``: all that can be drawn, or a random subset of them
-    :param td_errors: their signed TD errors under the networks of that moment, shape ``(n,)``
+    :param td_errors: their TD errors under the networks of that moment, signed with discrete
+        actions, shape ``(n,)``
     :param priorities: their stored priorities, shape ``(n,)``; None without priorities
     :param probabilities: their probabilities, among all transitions of the buffer, shape ``(n,)``
     :param ages: environment steps since each was stored, 0 for the newest, shape ``(n,)``
@@ -70,7 +71,7 @@ class ReplaySnapshotCallback(BaseCallback):
     """
     Take snapshots of the replay buffer at chosen moments: TD errors, priorities, ages, and draws.
 
-    Works for DQN, QRDQN and the prioritized algorithms, with any of their buffers. Training is
+    Works for DQN, QRDQN and all prioritized algorithms, with any of their buffers. Training is
     the same, bit for bit, as without the callback: the callback has a separate random generator,
     seeded by the seed of the model.
 

@@ -85,9 +85,11 @@ class CompiledOffPolicyAlgorithm(PrioritizedOffPolicyAlgorithm):
         return None
 
     def _tell(self, reason: str | None) -> None:
-        text = f"torch trains the network: {reason}" if reason else "compiled code trains it"
+        text = (
+            f"torch trains the network: {reason}" if reason else "compiled code trains the network"
+        )
         if text != self._told_reason:
-            print(text.replace("trains it", "trains the network"))
+            print(text)
             self._told_reason = text
 
     def _train_compiled(self, gradient_steps: int, batch_size: int) -> bool:
@@ -176,4 +178,5 @@ class CompiledOffPolicyAlgorithm(PrioritizedOffPolicyAlgorithm):
         if update is None:
             return None
         actions = update.greedy_actions(observation[None] if is_single else observation)
-        return actions[0] if is_single else actions
+        # An array without dimensions, as from torch
+        return actions.squeeze(axis=0) if is_single else actions

@@ -216,6 +216,28 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
         """
         return priorities_of(self.priority, context)
 
+    @staticmethod
+    def _next_observations_of(batch: PrioritizedReplayBufferSamples) -> Any:
+        """
+        For algorithms that draw the next action from a distribution, which refuses NaN: what comes
+        after a terminal state counts nothing, and must not stop training.
+
+        :param batch: transitions from the replay buffer
+        :return: their next observations, with zeros for what is not finite after a terminal state
+        """
+
+        def readable(observations: th.Tensor) -> th.Tensor:
+            if bool(th.isfinite(observations).all()):
+                return observations
+            is_terminal = batch.dones.reshape(-1, *[1] * (observations.ndim - 1)) > 0.0
+            zeros = observations.nan_to_num(0.0, 0.0, 0.0)
+            return th.where(is_terminal, zeros, observations)
+
+        observations: Any = batch.next_observations
+        if isinstance(observations, dict):
+            return {key: readable(part) for key, part in observations.items()}
+        return readable(observations)
+
     def _fork_rng(self) -> AbstractContextManager[None]:
         """:return: context manager that restores the random state of torch at its end"""
         return th.random.fork_rng([self.device] if self.device.type == "cuda" else [])

@@ -115,7 +115,13 @@ class PriorityContext:
         if self._losses_of is None:
             raise TypeError("this algorithm gives no losses of transitions")
         with th.no_grad():
-            return self._losses_of(estimates, self.targets)
+            losses = self._losses_of(estimates, self.targets)
+        if losses.shape != (len(estimates), 1):
+            raise ValueError(
+                f"`losses_of` must return one loss for each transition, shape ({len(estimates)}, "
+                f'1), got {tuple(losses.shape)}: use `reduction="none"`'
+            )
+        return losses
 
 
 def _td_error(context: PriorityContext) -> th.Tensor:

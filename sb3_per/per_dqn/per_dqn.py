@@ -115,6 +115,7 @@ class PERDQN(CompiledOffPolicyAlgorithm, DQN):
     _architecture = DQN_ARCHITECTURE
     _compiled_methods = (
         "_context",
+        "_priorities_of",
         "_q_values_of",
         "_target_q_values",
         "priority_context",

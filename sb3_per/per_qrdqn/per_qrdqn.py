@@ -118,6 +118,7 @@ class PERQRDQN(CompiledOffPolicyAlgorithm, QRDQN):
     _architecture = Architecture(QRDQNPolicy, QuantileNetwork, "quantile_net", has_quantiles=True)
     _compiled_methods = (
         "_context",
+        "_priorities_of",
         "_quantiles_of",
         "_target_quantiles",
         "priority_context",

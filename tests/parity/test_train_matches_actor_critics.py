@@ -21,6 +21,7 @@ from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from stable_baselines3.common.type_aliases import ReplayBufferSamples
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecNormalize
 
+from actor_critic_helpers import differences, tensors_of
 from sb3_per import (
     PERDDPG,
     PERSAC,
@@ -162,25 +163,6 @@ def run_both(
     plain.learn(total)
     assert prioritized._n_updates == plain._n_updates == len(drawn) > 0
     return prioritized, plain
-
-
-def tensors_of(model: Any) -> dict[str, th.Tensor]:
-    """All that training changes."""
-    tensors = dict(model.policy.state_dict())
-    names, variables = model._get_torch_save_params()
-    for name in variables:
-        tensors[name] = recursive_getattr(model, name)
-    for name in names[1:]:
-        state = recursive_getattr(model, name).state_dict()["state"]
-        for number, values in state.items():
-            tensors.update({f"{name}.{number}.{key}": value for key, value in values.items()})
-    return tensors
-
-
-def differences(ours: Any, theirs: Any) -> list[str]:
-    mine, its = tensors_of(ours), tensors_of(theirs)
-    assert mine.keys() == its.keys()
-    return [name for name in mine if not th.equal(mine[name], its[name])]
 
 
 @NAMES

@@ -525,6 +525,23 @@ def test_two_workers_give_the_numbers_of_one(small: dict[str, Any], tmp_path: Pa
     assert_same(tmp_path / "1", tmp_path / "2")
 
 
+def ignores_interrupts(_: Run) -> bool:
+    return signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+def test_workers_leave_ctrl_c_to_the_process_that_stops_them(
+    small: dict[str, Any], tmp_path: Path
+) -> None:
+    runs, _ = plan(settings(small, tmp_path))
+    before = signal.getsignal(signal.SIGINT)
+    outcomes = backends.make_all(runs, ignores_interrupts, "loky", 2, None)
+    assert [outcome.result for outcome in outcomes] == [True] * len(runs)
+    assert signal.getsignal(signal.SIGINT) == before
+    # In this process, Ctrl-C stops the run
+    alone = backends.make_all(runs, ignores_interrupts, "loky", 1, None)
+    assert [outcome.result for outcome in alone] == [False] * len(runs)
+
+
 def test_backend_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
