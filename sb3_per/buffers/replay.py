@@ -425,18 +425,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         row = self.pos
         priority = self.tree.max_priority or 1.0
         super().add(obs, next_obs, action, reward, done, infos)
-<<<<<<< HEAD
         self._enter(row, row + 1, priority)
-=======
-        if not self.handle_timeout_termination:
-            # SB3 leaves the old value: an episode of the lap before may have been truncated there
-            self.timeouts[start // self.n_envs] = 0.0
-        self._admit(start, priority)
-        self._n_adds += 1
-        if self._kept_observations:
-            for index in range(start, start + self.n_envs):
-                self._kept_observations.pop(index, None)
->>>>>>> main
 
     def extend(
         self,
@@ -569,6 +558,9 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         """
         if self.draws is not None:
             self.draws.forget(slice(first, last))
+        if not self.handle_timeout_termination:
+            # SB3 leaves what was there: an episode of the lap before may have been broken off
+            self.timeouts[first:last] = 0.0
         start, stop = first * self.n_envs, last * self.n_envs
         self._admit(start, stop, priority)
         self._n_adds += last - first

@@ -4,11 +4,8 @@ import io
 import pathlib
 import warnings
 from collections.abc import Iterable, Sequence
-<<<<<<< HEAD
-from copy import deepcopy
-=======
 from contextlib import AbstractContextManager
->>>>>>> main
+from copy import deepcopy
 from functools import cache
 from typing import Any, TypeVar, cast, get_args
 
@@ -37,9 +34,6 @@ from sb3_per.buffers.replay import (
     check_number,
 )
 from sb3_per.buffers.samples import PrioritizedReplayBufferSamples
-<<<<<<< HEAD
-from sb3_per.common.saving import check_model_file, load_pickle, replaced_file
-=======
 from sb3_per.common.priorities import (
     Priority,
     PriorityContext,
@@ -47,7 +41,7 @@ from sb3_per.common.priorities import (
     check_priority,
     priorities_of,
 )
->>>>>>> main
+from sb3_per.common.saving import check_model_file, load_pickle, replaced_file
 
 __all__ = ["PrioritizedOffPolicyAlgorithm"]
 
@@ -506,7 +500,11 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
         :param exclude: names of attributes that are left out, in addition to the default ones
         :param include: names of attributes that are saved in spite of that
         :raises OSError: if the file can't be written, for lack of space, say; what was there stays
+        :raises ValueError: if ``priority`` is a function that can't be pickled
         """
+        exclude = None if exclude is None else list(exclude)
+        if "priority" not in (exclude or []):
+            check_can_be_saved(self.priority)
         if not isinstance(path, str | pathlib.Path):
             super().save(path, exclude, include)
             return
@@ -641,27 +639,8 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
         self.logger.record("per/priority_max", buffer.tree.max_priority)
         self.logger.record("per/priority_mean", buffer.tree.total / buffer.n_transitions)
 
-    def save(
-        self,
-        path: str | pathlib.Path | io.BufferedIOBase,
-        exclude: Iterable[str] | None = None,
-        include: Iterable[str] | None = None,
-    ) -> None:
-        """
-        As in SB3.
-
-        :param path: path of the zip file, or the opened file
-        :param exclude: names of attributes that are not saved
-        :param include: names of attributes that are saved, although they would be excluded
-        :raises ValueError: if ``priority`` is a function that can't be pickled
-        """
-        exclude = None if exclude is None else list(exclude)
-        if "priority" not in (exclude or []):
-            check_can_be_saved(self.priority)
-        super().save(path, exclude, include)
-
-    # An optimizer that was fused here is saved with the user's settings, so that SB3's algorithm
-    # can load it.
+    # An optimizer made faster here is saved as the user made it, so that SB3's own algorithm loads
+    # it as one of its own.
 
     def _fuse_optimizers(self) -> None:
         self._fused = {

@@ -166,7 +166,6 @@ class Agent:
             if name in arguments:
                 value = arguments.pop(name)
                 arguments["policy_kwargs"] = {**arguments.get("policy_kwargs", {}), name: value}
-<<<<<<< HEAD
         if (
             ALGORITHMS[self.algorithm].is_prioritized
             and not arguments.get("optimize_memory_usage", False)
@@ -175,7 +174,6 @@ class Agent:
         ):
             # The same batches, in an eighth of the memory
             arguments["replay_buffer_class"] = PrioritizedFrameReplayBuffer
-=======
         if ALGORITHMS[self.algorithm].needs_noise:
             # As in rl-zoo's files
             arguments.setdefault("noise_type", "normal")
@@ -184,7 +182,6 @@ class Agent:
             scale = np.full(shape or (), arguments.pop("noise_std", DEFAULT_NOISE))
             noise: Any = NOISES[arguments.pop("noise_type")]
             arguments["action_noise"] = noise(np.zeros_like(scale), scale)
->>>>>>> main
         return self.algorithm_class()(env=env, seed=seed, device=device, **arguments)
 
     def try_out(self, env: VecEnv, hyperparams: Hyperparams, seed: int, device: str) -> None:

@@ -10,13 +10,18 @@ import pytest
 import yaml
 from gymnasium import spaces
 from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
-from stable_baselines3.common.vec_env import DummyVecEnv, VecFrameStack
+from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecFrameStack
 
-<<<<<<< HEAD
-from sb3_per import PERDQN, PERQRDQN, PrioritizedFrameReplayBuffer, zoo
-=======
-from sb3_per import PERDDPG, PERDQN, PERQRDQN, PERSAC, PERTD3, PERTQC, zoo
->>>>>>> main
+from sb3_per import (
+    PERDDPG,
+    PERDQN,
+    PERQRDQN,
+    PERSAC,
+    PERTD3,
+    PERTQC,
+    PrioritizedFrameReplayBuffer,
+    zoo,
+)
 
 CLASSES: dict[str, type[OffPolicyAlgorithm]] = {
     "per_dqn": PERDQN,
@@ -80,25 +85,18 @@ def test_a_model_can_be_made_of_each_entry(name: str, env: str) -> None:
     space: spaces.Space[Any] = spaces.Box(-1.0, 1.0, (3,), np.float32)
     if images:
         space = spaces.Box(0, 255, (36, 36, 1), np.uint8)
-    env: Any = DummyVecEnv([lambda: Space(space)])
-    if images:
-        env = VecFrameStack(env, entry["frame_stack"])
     arguments = arguments_of(entry)
     actions: spaces.Space[Any] = spaces.Discrete(2)
     if name in ACTOR_CRITICS:
         actions = spaces.Box(-1.0, 1.0, (2,), np.float32)
+    venv: VecEnv = DummyVecEnv([lambda: Space(space, actions)])
+    if images:
+        venv = VecFrameStack(venv, entry["frame_stack"])
     assert arguments.keys() <= inspect.signature(CLASSES[name]).parameters.keys()
-<<<<<<< HEAD
-    model = CLASSES[name](env=env, **{**arguments, "buffer_size": 10, "device": "cpu"})
+    model = CLASSES[name](env=venv, **{**arguments, "buffer_size": 10, "device": "cpu"})
     assert isinstance(model.replay_buffer, PrioritizedFrameReplayBuffer) is images
-    for option in arguments.keys() - {"policy", "buffer_size", "train_freq", "policy_kwargs"}:
-=======
-    model = CLASSES[name](
-        env=Space(space, actions), **{**arguments, "buffer_size": 10, "device": "cpu"}
-    )
     kept_otherwise = {"policy", "buffer_size", "train_freq", "policy_kwargs"}
     for option in arguments.keys() - kept_otherwise:
->>>>>>> main
         assert getattr(model, option) == arguments[option], option
     # Reached within the run
     assert arguments.get("learning_starts", 100) < entry["n_timesteps"]
