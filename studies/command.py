@@ -9,7 +9,14 @@ import tyro
 
 from sb3_per.compare.pipeline import command, make_missing
 from sb3_per.compare.settings import RunSettings, SettingsError
-from studies import blind_cliffwalk, confirmation, few_updates, hypotheses, task_map
+from studies import (
+    actor_critics,
+    blind_cliffwalk,
+    confirmation,
+    few_updates,
+    hypotheses,
+    task_map,
+)
 from studies.study import RunTable, Study, StudyRun
 
 __all__ = ["STUDIES", "StudySettings", "main", "plan"]
@@ -22,6 +29,7 @@ STUDIES: Mapping[str, Study] = {
     "few-updates": few_updates.STUDY,
     "hypotheses": hypotheses.STUDY,
     "confirmation": confirmation.STUDY,
+    **actor_critics.STUDIES,
 }
 
 
@@ -32,12 +40,14 @@ class StudySettings(RunSettings):
     comes out: a line for each run, tables, pictures. The same command again goes on with what is
     missing.
 
-    :param study: `blind-cliffwalk`, `map`, `few-updates`, `hypotheses` or `confirmation`
+    :param study: `blind-cliffwalk`, `map`, `few-updates`, `hypotheses` or `confirmation`;
+        planned, and not on that page yet: `td3-pendulum`, `td3-hopper`, `sac-pendulum`,
+        `sac-hopper`
     :param tasks: in place of all tasks of the study
     :param agents: in place of those of the study; where networks learn, as `sb3-per compare` takes
         them
     :param base: agent that the others are compared with; by default that of docs/results.md
-    :param n_seeds: runs of each agent on each task; 20 by default
+    :param n_seeds: runs of each agent on each task; those of the study by default
     :param output: folder for the results; `results/STUDY` by default. Those that the
         documentation shows are in docs/results/STUDY.
     """
