@@ -39,7 +39,7 @@ class CompiledOffPolicyAlgorithm(PrioritizedOffPolicyAlgorithm):
     #: Whether to use compiled code where it can be
     compiled: bool
     double_q: bool
-    max_grad_norm: float | None
+    max_grad_norm: Any
     #: That of the TD errors; quantiles have no other
     loss: Loss = "huber"
     exploration_rate: float
@@ -60,15 +60,14 @@ class CompiledOffPolicyAlgorithm(PrioritizedOffPolicyAlgorithm):
     @property
     def uses_compiled_update(self) -> bool:
         """Whether ``train`` runs compiled code, by the model as it is now."""
-        return self._compiled_update() is not None
+        return self._compiled_update()[0] is not None
 
-    def _compiled_update(self) -> CompiledUpdate | None:
-        """:return: what trains the model as it is now; None if torch does"""
+    def _compiled_update(self) -> tuple[CompiledUpdate | None, str | None]:
+        """:return: what trains the model as it is now, or None and the reason why torch does"""
         reason = self._reason_for_the_plain_way()
-        update = None if reason else self._update_choice.for_training(self.policy)
-        if self.verbose >= 1:
-            self._tell(reason or self._update_choice.reason)
-        return update
+        if reason:
+            return None, reason
+        return self._update_choice.for_training(self.policy), self._update_choice.reason
 
     def _reason_for_the_plain_way(self) -> str | None:
         """:return: why compiled code can't stand for this model's own; None if it can"""
@@ -90,9 +89,11 @@ class CompiledOffPolicyAlgorithm(PrioritizedOffPolicyAlgorithm):
         return None
 
     def _tell(self, reason: str | None) -> None:
-        text = f"torch trains the network: {reason}" if reason else "compiled code trains it"
+        text = (
+            f"torch trains the network: {reason}" if reason else "compiled code trains the network"
+        )
         if text != self._told_reason:
-            print(text.replace("trains it", "trains the network"))
+            print(text)
             self._told_reason = text
 
     def _train_compiled(self, gradient_steps: int, batch_size: int) -> bool:
@@ -103,7 +104,9 @@ class CompiledOffPolicyAlgorithm(PrioritizedOffPolicyAlgorithm):
         :param batch_size: number of transitions in each
         :return: whether it could be done so; if not, nothing has changed
         """
-        update = self._compiled_update()
+        update, reason = self._compiled_update()
+        if self.verbose >= 1:
+            self._tell(reason)
         if update is None:
             return False
         self._update_learning_rate(self.policy.optimizer)
@@ -219,4 +222,5 @@ class CompiledOffPolicyAlgorithm(PrioritizedOffPolicyAlgorithm):
         if update is None:
             return None
         actions = update.greedy_actions(observation[None] if is_single else observation)
-        return actions[0] if is_single else actions
+        # An array without dimensions, as from torch
+        return actions.squeeze(axis=0) if is_single else actions

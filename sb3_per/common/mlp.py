@@ -820,7 +820,9 @@ class UpdateChoice:
     def __init__(self, architecture: Architecture) -> None:
         self._architecture = architecture
         self._update: CompiledUpdate | None = None
-        #: Why there is none
+        # Why none could be made the last time
+        self._refusal: str | None = None
+        #: Why there was none the last time it was asked for
         self.reason: str | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -840,8 +842,12 @@ class UpdateChoice:
     def for_acting(self, policy: BasePolicy) -> CompiledUpdate | None:
         """
         :param policy: of the model
-        :return: what can choose its actions as it is now; None if only torch can
+        :return: what can choose its actions as it is now; None if only torch can, or if there was
+            none when it was last looked for: until training looks again, torch acts, which costs
+            less than a look at each step
         """
+        if self._refusal is not None:
+            return None
         return self._current(policy, CompiledUpdate.holds_for_acting)
 
     def _current(
@@ -853,5 +859,6 @@ class UpdateChoice:
         if self._update is None or not holds(self._update, policy):
             found = CompiledUpdate.of(policy, self._architecture)
             self._update = None if isinstance(found, str) else found
-            self.reason = found if isinstance(found, str) else None
+            self._refusal = found if isinstance(found, str) else None
+        self.reason = self._refusal
         return self._update

@@ -274,7 +274,7 @@ def _pass_activation(deltas: Float32Array, results: Float32Array, is_tanh: bool)
 
 
 @compile_kernel
-def forward(
+def _forward(
     addresses: AddressArray,
     sizes: IntArray,
     is_tanh: bool,
@@ -316,7 +316,7 @@ def backward(
 ) -> None:
     """
     :param addresses: the row of a network
-    :param inputs: that :func:`forward` was given
+    :param inputs: that :func:`_forward` was given
     :param results: that it wrote
     :param deltas: derivatives of the loss by the results, in the same places: those of the last
         layer are given, the others are written to
@@ -494,7 +494,7 @@ def greedy_actions(
     :param results: written to
     :param actions: shape ``(n,)``, written to
     """
-    _choose(forward(addresses[ONLINE], sizes, is_tanh, inputs, results), n_actions, actions)
+    _choose(_forward(addresses[ONLINE], sizes, is_tanh, inputs, results), n_actions, actions)
 
 
 @compile_kernel
@@ -625,15 +625,15 @@ def td_errors(
     if at >= 0:
         return at
     best = np.empty(n, np.int64)
-    chooser = forward(
+    chooser = _forward(
         addresses[ONLINE if double_q else TARGET], sizes, is_tanh, next_inputs, scratch
     )
     _choose(chooser, n_actions, best)
     if double_q:
-        forward(addresses[TARGET], sizes, is_tanh, next_inputs, scratch)
+        _forward(addresses[TARGET], sizes, is_tanh, next_inputs, scratch)
     # In the same place as those of the chooser
     next_outputs = chooser
-    outputs = forward(addresses[ONLINE], sizes, is_tanh, inputs, results)
+    outputs = _forward(addresses[ONLINE], sizes, is_tanh, inputs, results)
     if n_quantiles == 0:
         for i in range(n):
             value = next_outputs[i, best[i]]

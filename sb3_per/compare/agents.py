@@ -1,4 +1,4 @@
-"""The agents that can be compared, and how they are named."""
+"""The agents that can be compared, and their names."""
 
 import ast
 import importlib
@@ -7,9 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+from stable_baselines3.common.noise import (
+    ActionNoise,
+    NormalActionNoise,
+    OrnsteinUhlenbeckActionNoise,
+)
 from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
+from stable_baselines3.common.preprocessing import is_image_space
 from stable_baselines3.common.vec_env import VecEnv
 
+from sb3_per.buffers.frames import PrioritizedFrameReplayBuffer, frame_stack_of
 from sb3_per.compare.hyperparams import (
     REFUSED,
     SHARED,
@@ -27,14 +35,16 @@ __all__ = ["ALGORITHMS", "Agent", "parse_agent", "parse_agents"]
 
 class Algorithm(NamedTuple):
     """
-    Where an algorithm is found.
+    Location of an algorithm.
 
-    :param module: module that has it
+    :param module: module of the class
     :param name: name of the class
     :param label: name in pictures
     :param is_prioritized: whether it replays by priority
-    :param extra: extra of this package that brings what it needs
-    :param policy_options: options that it takes by way of ``policy_kwargs``
+    :param extra: extra of this package that installs its dependencies
+    :param policy_options: options that it takes in ``policy_kwargs``
+    :param is_actor_critic: whether its actions are continuous; its replay buffer is not looked into
+    :param needs_noise: whether it explores by noise alone: normal noise, where none was given
     """
 
     module: str
@@ -43,6 +53,8 @@ class Algorithm(NamedTuple):
     is_prioritized: bool
     extra: str | None = None
     policy_options: tuple[str, ...] = ()
+    is_actor_critic: bool = False
+    needs_noise: bool = False
 
 
 ALGORITHMS = {
@@ -54,13 +66,45 @@ ALGORITHMS = {
     "per_qrdqn": Algorithm(
         "sb3_per.per_qrdqn", "PERQRDQN", "QR-DQN PER", True, "contrib", ("n_quantiles",)
     ),
+    "sac": Algorithm("stable_baselines3", "SAC", "SAC uniform", False, is_actor_critic=True),
+    "per_sac": Algorithm("sb3_per", "PERSAC", "SAC PER", True, is_actor_critic=True),
+    "td3": Algorithm(
+        "stable_baselines3", "TD3", "TD3 uniform", False, is_actor_critic=True, needs_noise=True
+    ),
+    "per_td3": Algorithm(
+        "sb3_per", "PERTD3", "TD3 PER", True, is_actor_critic=True, needs_noise=True
+    ),
+    "ddpg": Algorithm(
+        "stable_baselines3", "DDPG", "DDPG uniform", False, is_actor_critic=True, needs_noise=True
+    ),
+    "per_ddpg": Algorithm(
+        "sb3_per", "PERDDPG", "DDPG PER", True, is_actor_critic=True, needs_noise=True
+    ),
+    "tqc": Algorithm("sb3_contrib", "TQC", "TQC uniform", False, "contrib", ("n_quantiles",), True),
+    "per_tqc": Algorithm(
+        "sb3_per.per_tqc", "PERTQC", "TQC PER", True, "contrib", ("n_quantiles",), True
+    ),
 }
 
-#: Transitions in the buffer of an agent that is only tried out
+#: Standard deviation where a file has a ``noise_type`` alone
+DEFAULT_NOISE = 0.1
+
+#: By their names in rl-zoo's files
+NOISES: dict[str, type[ActionNoise]] = {
+    "normal": NormalActionNoise,
+    "ornstein-uhlenbeck": OrnsteinUhlenbeckActionNoise,
+}
+
+#: Buffer size of an agent that is only created for a check
 SMALL_BUFFER = 1000
 
 #: Other names for them
-ALIASES = {"dqn": "uniform", "perdqn": "per", "per_dqn": "per", "perqrdqn": "per_qrdqn"}
+ALIASES = {
+    "dqn": "uniform",
+    "perdqn": "per",
+    "per_dqn": "per",
+    **{name.replace("_", ""): name for name in ALGORITHMS if name.startswith("per_")},
+}
 
 
 @dataclass(frozen=True)
@@ -76,17 +120,22 @@ class Agent:
     options: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
-        """The name that :func:`parse_agent` reads, by which tables know the agent."""
+        """Name of the agent in tables, which :func:`parse_agent` reads."""
         return self.algorithm + self._arguments()
 
     @property
     def label(self) -> str:
-        """What the agent is called in pictures."""
+        """Name of the agent in pictures."""
         name = ALGORITHMS[self.algorithm].label
         return f"{name} {self._arguments()}" if self.options else name
 
     def _arguments(self) -> str:
         return f"({', '.join(f'{k}={v!r}' for k, v in self.options)})" if self.options else ""
+
+    @property
+    def is_actor_critic(self) -> bool:
+        """Whether its actions are continuous; its replay buffer is not looked into."""
+        return ALGORITHMS[self.algorithm].is_actor_critic
 
     def algorithm_class(self) -> type[OffPolicyAlgorithm]:
         """
@@ -117,12 +166,28 @@ class Agent:
             if name in arguments:
                 value = arguments.pop(name)
                 arguments["policy_kwargs"] = {**arguments.get("policy_kwargs", {}), name: value}
+        if (
+            ALGORITHMS[self.algorithm].is_prioritized
+            and not arguments.get("optimize_memory_usage", False)
+            and is_image_space(env.observation_space)
+            and (frame_stack_of(env) or 1) > 1
+        ):
+            # The same batches, in an eighth of the memory
+            arguments["replay_buffer_class"] = PrioritizedFrameReplayBuffer
+        if ALGORITHMS[self.algorithm].needs_noise:
+            # As in rl-zoo's files
+            arguments.setdefault("noise_type", "normal")
+        if "noise_type" in arguments:
+            shape = env.action_space.shape
+            scale = np.full(shape or (), arguments.pop("noise_std", DEFAULT_NOISE))
+            noise: Any = NOISES[arguments.pop("noise_type")]
+            arguments["action_noise"] = noise(np.zeros_like(scale), scale)
         return self.algorithm_class()(env=env, seed=seed, device=device, **arguments)
 
     def try_out(self, env: VecEnv, hyperparams: Hyperparams, seed: int, device: str) -> None:
         """
-        Make the agent as for a run, with a small buffer, so that what the algorithm refuses is
-        known before the first run.
+        Create the agent as for a run, with a small buffer, so that options that the algorithm
+        refuses are reported before the first run.
 
         :param env: training environments
         :param hyperparams: shared by all agents
@@ -146,6 +211,8 @@ class Agent:
         """
         parameters = set(inspect.signature(self.algorithm_class()).parameters)
         parameters.update(ALGORITHMS[self.algorithm].policy_options)
+        if "action_noise" in parameters:
+            parameters.update(("noise_type", "noise_std"))
         for name, _ in self.options:
             if name in SHARED:
                 raise SettingsError(

@@ -48,12 +48,12 @@ def plot(settings: PlotSettings) -> int:
     """
     Draw pictures and report again, from the tables alone.
 
-    :param settings: the comparison, and how to draw it
-    :return: exit code: 0, or 2 if there is none
+    :param settings: folder of the comparison, and options of the pictures
+    :return: exit code: 0, or 2 if there is no comparison
     """
     settings.check()
     store = Store(settings.folder)
-    # Before the lock, which would make the folder
+    # Before the lock, which would create the folder
     store.settings()
     with store.lock(), writing(store.folder):
         write_results(store, threshold=settings.threshold, window=settings.window)
@@ -65,16 +65,16 @@ def plan(settings: CompareSettings) -> tuple[list[Run], dict[str, Any]]:
     Check everything that can be checked without training. Nothing is written.
 
     :param settings: what to compare
-    :return: all runs, finished ones too, and what the folder of the comparison should have in its
-        settings
-    :raises SettingsError: if something can't be done
+    :return: all runs, including finished ones, and the settings for the folder of the comparison
+    :raises SettingsError: if a setting can't be used
     """
     settings.check()
     agents = parse_agents(settings.agents)
     environments = {}
     for name in settings.envs:
         env_id = full_env_id(name)
-        environments[env_id] = _hyperparams(settings, env_id)
+        is_continuous = all(agent.is_actor_critic for agent in agents)
+        environments[env_id] = _hyperparams(settings, env_id, is_continuous)
         for agent in agents:
             agent.check(environments[env_id])
     in_common: dict[str, Any] = {
@@ -113,8 +113,8 @@ def plan(settings: CompareSettings) -> tuple[list[Run], dict[str, Any]]:
     }
 
 
-def _hyperparams(settings: CompareSettings, env_id: str) -> dict[str, Any]:
-    hyperparams = load_hyperparams(settings.hyperparams or DEFAULT_FILE, env_id)
+def _hyperparams(settings: CompareSettings, env_id: str, is_continuous: bool) -> dict[str, Any]:
+    hyperparams = load_hyperparams(settings.hyperparams or DEFAULT_FILE, env_id, is_continuous)
     n_timesteps = settings.timesteps or round(hyperparams["n_timesteps"] * settings.share)
     hyperparams["n_timesteps"] = max(n_timesteps, 1)
     return hyperparams
@@ -146,9 +146,9 @@ def write_results(
     Write ``summary.csv``, the pictures and ``report.html``, and print the summary.
 
     :param store: folder with the tables
-    :param threshold: in place of those of the settings
-    :param window: in place of that of the settings
-    :return: what was written about
+    :param threshold: threshold that replaces those of the settings
+    :param window: window that replaces that of the settings
+    :return: the comparison
     :raises SettingsError: if there are no tables
     """
     settings = store.settings()

@@ -11,19 +11,12 @@ from stable_baselines3 import SAC, HerReplayBuffer
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.vec_env import VecEnv
 
-from model_helpers import SAVING_MEMORY, buffer_of, side_by_side, small_model
-from sb3_per import PERDQN, PERQRDQN, PrioritizedHerReplayBuffer, PrioritizedOffPolicyAlgorithm
+from model_helpers import SAVING_MEMORY, Prioritized, buffer_of, side_by_side, small_model
+from sb3_per import PERDQN, PERQRDQN, PrioritizedHerReplayBuffer
 
 
-class PERSAC(PrioritizedOffPolicyAlgorithm, SAC):
-    """An algorithm of a user's, as docs/own_algorithm.md says; it does not come to train here."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        set_up = kwargs.pop("_init_setup_model", True)
-        super().__init__(*args, **{**kwargs, "_init_setup_model": False})
-        self._set_per_options()
-        if set_up:
-            self._setup_model()
+class PERSAC(Prioritized, SAC):
+    """An algorithm of a user's; it does not come to train here."""
 
 
 class RunsEnv(gym.Env[Any, Any]):

@@ -23,19 +23,9 @@ from stable_baselines3.common.vec_env import (
     VecNormalize,
 )
 
+from model_helpers import parameters_of, same, small_model
 from sb3_per import PERDQN, PrioritizedDictReplayBuffer, PrioritizedHerReplayBuffer
 
-SMALL: dict[str, Any] = {
-    "buffer_size": 80,
-    "learning_starts": 12,
-    "train_freq": 1,
-    "batch_size": 10,
-    "target_update_interval": 16,
-    "learning_rate": 0.01,
-    "policy_kwargs": {"net_arch": [8]},
-    "seed": 0,
-    "device": "cpu",
-}
 # A small head for images
 SMALL_IMAGES = {"net_arch": [8], "features_extractor_kwargs": {"cnn_output_dim": 8}}
 GOALS: dict[str, Any] = {"n_sampled_goal": 3, "goal_selection_strategy": "future"}
@@ -90,15 +80,14 @@ def bits(n_envs: int = 1, **kwargs: Any) -> VecEnv:
     return DummyVecEnv([lambda: BitFlippingEnv(**{"n_bits": 4, **kwargs})] * n_envs)
 
 
-def make_model(env: Any, kind: type[DQN] = PERDQN, **kwargs: Any) -> Any:
-    return kind("MultiInputPolicy", env, **{**SMALL, **kwargs})
+make_model: Any = partial(small_model, buffer_size=80, learning_starts=12, batch_size=10)
 
 
 def make_her(
     env: Any = None, kind: type[DQN] = PERDQN, buffer_class: Any = HerReplayBuffer, **kwargs: Any
 ) -> Any:
     options = {"replay_buffer_class": buffer_class, "replay_buffer_kwargs": GOALS, **kwargs}
-    return make_model(bits() if env is None else env, kind, **options)
+    return make_model(bits() if env is None else env, algorithm=kind, **options)
 
 
 def her_of(model: PERDQN) -> PrioritizedHerReplayBuffer:
@@ -117,14 +106,6 @@ def dict_of(model: PERDQN) -> PrioritizedDictReplayBuffer:
     return buffer
 
 
-def parameters(model: DQN) -> list[th.Tensor]:
-    return [parameter.detach().clone() for parameter in model.policy.parameters()]
-
-
-def same(one: list[th.Tensor], other: list[th.Tensor]) -> bool:
-    return all(th.equal(mine, its) for mine, its in zip(one, other, strict=True))
-
-
 def assert_same_content(one: Any, other: Any) -> None:
     for name in ("observations", "next_observations"):
         mine, its = getattr(one, name), getattr(other, name)
@@ -141,7 +122,7 @@ def train_alike(model: Any, seed: int = 7) -> list[th.Tensor]:
     model.set_logger(Logger(None, []))
     np.random.seed(seed)
     model.train(5, batch_size=16)
-    return parameters(model)
+    return parameters_of(model)
 
 
 # --- Dict observations
@@ -152,10 +133,10 @@ def train_alike(model: Any, seed: int = 7) -> list[th.Tensor]:
 def test_dict_observations_are_learned_from(n_envs: int, n_steps: int) -> None:
     env = DummyVecEnv([RoomEnv] * n_envs)
     model = make_model(env, n_steps=n_steps, buffer_size=60, gamma=0.5)
-    before = parameters(model)
+    before = parameters_of(model)
     model.learn(40 * n_envs)
     assert model._n_updates == 40 - 12 // n_envs
-    assert not same(parameters(model), before)
+    assert not same(parameters_of(model), before)
     buffer = dict_of(model)
     assert len(np.unique(buffer.priorities)) > buffer.n_transitions / 2
 
@@ -188,9 +169,9 @@ def test_dict_observations_are_learned_from(n_envs: int, n_steps: int) -> None:
 
 def test_the_same_seed_gives_the_same_run_with_dict_observations() -> None:
     runs = [make_model(DummyVecEnv([RoomEnv] * 2), seed=seed).learn(80) for seed in (0, 0, 1)]
-    assert same(parameters(runs[0]), parameters(runs[1]))
+    assert same(parameters_of(runs[0]), parameters_of(runs[1]))
     np.testing.assert_array_equal(dict_of(runs[0]).priorities, dict_of(runs[1]).priorities)
-    assert not same(parameters(runs[0]), parameters(runs[2]))
+    assert not same(parameters_of(runs[0]), parameters_of(runs[2]))
 
 
 def test_dict_observations_are_normalized_when_drawn() -> None:
@@ -216,11 +197,11 @@ def test_sb3s_env_of_images_and_vectors(channel_last: bool, n_stack: int) -> Non
     if n_stack > 1:
         env = VecFrameStack(env, n_stack)
     model = make_model(env, policy_kwargs=SMALL_IMAGES, n_steps=2)
-    before = parameters(model)
+    before = parameters_of(model)
     # Half of them before learning: images take long
     model.learning_starts = 24
     model.learn(40)
-    assert not same(parameters(model), before)
+    assert not same(parameters_of(model), before)
     buffer = dict_of(model)
     # Channels first, as SB3 hands images to its networks
     assert buffer.observations["img"].shape == (40, 2, n_stack, 64, 64)
@@ -252,7 +233,7 @@ def test_dict_buffers_go_to_files_and_back(n_steps: int, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("n_steps", [1, 3])
 def test_a_plain_dict_buffer_is_converted(n_steps: int, tmp_path: Path) -> None:
-    plain = make_model(DummyVecEnv([RoomEnv] * 2), DQN).learn(60)
+    plain = make_model(DummyVecEnv([RoomEnv] * 2), algorithm=DQN).learn(60)
     assert type(plain.replay_buffer) is DictReplayBuffer
     plain.save_replay_buffer(tmp_path / "buffer")
     model = make_model(DummyVecEnv([RoomEnv] * 2), n_steps=n_steps)
@@ -272,14 +253,13 @@ def test_a_plain_dict_buffer_is_converted(n_steps: int, tmp_path: Path) -> None:
 @HER_CLASSES
 @pytest.mark.parametrize("n_envs", [1, 2])
 def test_hindsight_learns(n_envs: int, buffer_class: Any) -> None:
-    """Fault 58."""
     model = make_her(bits(n_envs), buffer_class=buffer_class)
     assert model.replay_buffer_class is buffer_class
-    before = parameters(model)
+    before = parameters_of(model)
     # Warnings are errors here: neither SB3 nor this package has a reason to warn
     model.learn(60 * n_envs)
     assert model._n_updates == 60 - 12 // n_envs
-    assert not same(parameters(model), before)
+    assert not same(parameters_of(model), before)
     buffer = her_of(model)
     assert (buffer.n_sampled_goal, buffer.her_ratio) == (3, 0.75)
     assert (buffer.alpha, buffer.eps, buffer.n_steps) == (0.6, 1e-6, 1)
@@ -290,7 +270,7 @@ def test_hindsight_learns(n_envs: int, buffer_class: Any) -> None:
     wanted = batch.observations["desired_goal"].numpy()
     achieved = batch.next_observations["achieved_goal"].numpy()
     np.testing.assert_array_equal(batch.rewards[:, 0], (wanted == achieved).all(axis=1) - 1.0)
-    # The goal of the task is all ones; an episode that reaches it may be relabelled with it
+    # The goal of the task is all ones; an episode that reaches it may be relabeled with it
     assert (wanted.all(axis=1)).sum() >= 10
     assert not wanted.all()
 
@@ -299,7 +279,7 @@ def test_hindsight_learns(n_envs: int, buffer_class: Any) -> None:
     "kwargs", [{"discrete_obs_space": True}, {"image_obs_space": True, "channel_first": True}]
 )
 def test_goals_may_be_numbers_or_images(kwargs: dict[str, Any]) -> None:
-    policy_kwargs = SMALL_IMAGES if "image_obs_space" in kwargs else SMALL["policy_kwargs"]
+    policy_kwargs = SMALL_IMAGES if "image_obs_space" in kwargs else {"net_arch": [8]}
     model = make_her(bits(2, **kwargs), policy_kwargs=policy_kwargs).learn(40)
     assert model._n_updates > 5
     her_of(model)
@@ -307,9 +287,9 @@ def test_goals_may_be_numbers_or_images(kwargs: dict[str, Any]) -> None:
 
 def test_the_same_seed_gives_the_same_run_with_hindsight() -> None:
     runs = [make_her(bits(2), seed=seed).learn(100) for seed in (0, 0, 1)]
-    assert same(parameters(runs[0]), parameters(runs[1]))
+    assert same(parameters_of(runs[0]), parameters_of(runs[1]))
     np.testing.assert_array_equal(her_of(runs[0]).priorities, her_of(runs[1]).priorities)
-    assert not same(parameters(runs[0]), parameters(runs[2]))
+    assert not same(parameters_of(runs[0]), parameters_of(runs[2]))
 
 
 def test_rewards_of_hindsight_are_normalized_when_drawn() -> None:
@@ -475,7 +455,7 @@ def test_a_plain_hindsight_buffer_is_converted(
 
 
 def test_a_buffer_without_goals_does_not_become_one_with_hindsight(tmp_path: Path) -> None:
-    plain = make_model(bits(), DQN).learn(30)
+    plain = make_model(bits(), algorithm=DQN).learn(30)
     plain.save_replay_buffer(tmp_path / "buffer")
     model = make_her()
     before = model.replay_buffer

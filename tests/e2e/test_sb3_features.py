@@ -1,6 +1,7 @@
 """What users of SB3 combine with their DQN, combined with PERDQN."""
 
 import warnings
+from functools import partial
 from typing import Any
 
 import gymnasium as gym
@@ -13,14 +14,9 @@ from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.envs import FakeImageEnv
 from stable_baselines3.common.vec_env import DummyVecEnv, VecFrameStack, VecTransposeImage
 
-from sb3_per import PERDQN, PrioritizedReplayBuffer
+from model_helpers import SAVING_MEMORY, buffer_of, small_model
 
-SMALL: dict[str, Any] = {"learning_starts": 10, "buffer_size": 200, "batch_size": 8, "seed": 0}
-
-
-def buffer_of(model: PERDQN) -> PrioritizedReplayBuffer:
-    assert isinstance(model.replay_buffer, PrioritizedReplayBuffer)
-    return model.replay_buffer
+make_model = partial(small_model, buffer_size=200)
 
 
 class Counter(gym.Env[npt.NDArray[Any], np.int64]):
@@ -61,7 +57,7 @@ class Counter(gym.Env[npt.NDArray[Any], np.int64]):
 )
 def test_observations_of_every_kind(space: spaces.Space[Any], n_envs: int, n_steps: int) -> None:
     env = DummyVecEnv([lambda: Counter(space)] * n_envs)
-    model = PERDQN("MlpPolicy", env, n_steps=n_steps, **SMALL).learn(60)
+    model = make_model(env, n_steps=n_steps).learn(60)
     buffer = buffer_of(model)
     assert buffer.observations.dtype == space.dtype
     assert buffer.n_transitions == 60
@@ -87,13 +83,13 @@ def test_stacked_images_stay_bytes(saving: bool) -> None:
             DummyVecEnv([lambda: FakeImageEnv(screen_height=36, screen_width=36, n_channels=1)]), 4
         )
     )
-    model = PERDQN(
-        "CnnPolicy",
+    model = make_model(
         env,
-        optimize_memory_usage=saving,
-        replay_buffer_kwargs={"handle_timeout_termination": not saving},
+        policy="CnnPolicy",
         policy_kwargs={"features_extractor_kwargs": {"features_dim": 8}},
-        **{**SMALL, "buffer_size": 30},
+        buffer_size=30,
+        train_freq=4,
+        **(SAVING_MEMORY if saving else {}),
     ).learn(60)
     buffer = buffer_of(model)
     assert buffer.observations.shape == (30, 1, 4, 36, 36)
@@ -118,7 +114,7 @@ def test_training_stops_at_a_reward_threshold() -> None:
     with warnings.catch_warnings():
         # SB3's remark that the training environment is not of the same type
         warnings.simplefilter("ignore", UserWarning)
-        model = PERDQN("MlpPolicy", "CartPole-v1", **SMALL).learn(500, callback=evaluation)
+        model = make_model("CartPole-v1").learn(500, callback=evaluation)
     assert model.num_timesteps == 50
 
 
@@ -126,12 +122,12 @@ def test_a_progress_bar_can_be_asked_for(capsys: pytest.CaptureFixture[str]) -> 
     with warnings.catch_warnings():
         # tqdm's remark that its rich form is experimental
         warnings.simplefilter("ignore")
-        PERDQN("MlpPolicy", "CartPole-v1", **SMALL).learn(60, progress_bar=True)
+        make_model("CartPole-v1").learn(60, progress_bar=True)
     assert "60/60" in capsys.readouterr().out
 
 
 def test_another_environment_can_take_over() -> None:
-    model = PERDQN("MlpPolicy", "CartPole-v1", **SMALL).learn(40)
+    model = make_model("CartPole-v1").learn(40)
     before = buffer_of(model).priorities
     model.set_env(make_vec_env("CartPole-v1"))
     model.learn(20, reset_num_timesteps=False)

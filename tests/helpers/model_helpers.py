@@ -2,17 +2,19 @@
 
 from collections.abc import Iterable
 from copy import deepcopy
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import gymnasium as gym
 import numpy as np
 import torch as th
 from gymnasium import spaces
+from sb3_contrib import QRDQN
+from stable_baselines3 import DQN
 from stable_baselines3.common.logger import Logger
 from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 
-from sb3_per import PERDQN, PrioritizedReplayBuffer
+from sb3_per import PERDQN, PrioritizedOffPolicyAlgorithm, PrioritizedReplayBuffer
 
 Algorithm = TypeVar("Algorithm", bound=OffPolicyAlgorithm)
 
@@ -21,7 +23,6 @@ SMALL: dict[str, Any] = {
     "learning_starts": 10,
     "train_freq": 1,
     "batch_size": 8,
-    "target_update_interval": 16,
     "learning_rate": 0.01,
     "policy_kwargs": {"net_arch": [8]},
     "seed": 0,
@@ -67,19 +68,66 @@ class TenStepEnv(gym.Env[Any, Any]):
         return self.observation, reward, self.n_steps == 10, False, {}
 
 
-def small_model(
-    env: Any = None,
-    algorithm: type[Algorithm] = PERDQN,
-    **kwargs: Any,  # type: ignore[assignment]
-) -> Algorithm:
+#: Observations of ScriptedEnv that tests of targets go from and to
+S = [1.0, 0.0]
+NEXT_S = [0.0, 1.0]
+
+
+class ScriptedEnv(gym.Env[Any, Any]):
+    """Two features, three actions. Plays the steps it is given, or else stands still."""
+
+    observation_space = spaces.Box(-100.0, 100.0, (2,), np.float32)
+    action_space: spaces.Space[Any] = spaces.Discrete(3)
+
+    def __init__(self, steps: list[tuple[list[float], float, bool, bool]] | None = None) -> None:
+        self.script = iter(steps or [])
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        return np.array(S, dtype=np.float32), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        observation, reward, terminated, truncated = next(self.script, (S, 0.0, False, False))
+        return np.array(observation, dtype=np.float32), reward, terminated, truncated, {}
+
+
+@overload
+def small_model(env: Any, algorithm: type[Algorithm], **kwargs: Any) -> Algorithm: ...
+
+
+@overload
+def small_model(env: Any = None, *, algorithm: type[Algorithm], **kwargs: Any) -> Algorithm: ...
+
+
+@overload
+def small_model(env: Any = None, **kwargs: Any) -> PERDQN: ...
+
+
+def small_model(env: Any = None, algorithm: type[Any] = PERDQN, **kwargs: Any) -> Any:
     """A model of a small network that learns at once; ``kwargs`` replaces arguments of it."""
     env = TenStepEnv() if env is None else env
     has_dict = isinstance(getattr(env, "observation_space", None), spaces.Dict)
     policy = kwargs.pop("policy", "MultiInputPolicy" if has_dict else "MlpPolicy")
-    # SB3 writes into `policy_kwargs`
     arguments: dict[str, Any] = {**SMALL, **kwargs}
+    if issubclass(algorithm, DQN | QRDQN):
+        # The others move their target networks a little in each step
+        arguments.setdefault("target_update_interval", 16)
+    # SB3 writes into `policy_kwargs`
     arguments["policy_kwargs"] = deepcopy(arguments["policy_kwargs"])
     return algorithm(policy, env, **arguments)
+
+
+class Prioritized(PrioritizedOffPolicyAlgorithm):
+    """The constructor of docs/own_algorithm.md; put it before an algorithm of SB3's."""
+
+    def __init__(self, *args: Any, alpha: float = 0.6, beta: float = 0.4, **kwargs: Any) -> None:
+        set_up = kwargs.pop("_init_setup_model", True)
+        super().__init__(*args, **{**kwargs, "_init_setup_model": False})
+        self._set_per_options(alpha=alpha, beta=beta)
+        if set_up:
+            self._setup_model()
 
 
 def side_by_side(n_envs: int, env: Any = TenStepEnv) -> VecEnv:

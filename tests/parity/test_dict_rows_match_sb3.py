@@ -1,27 +1,19 @@
 """A batch of Dict observations holds, bit for bit, what SB3's own buffers hold."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
-import gymnasium as gym
 import numpy as np
-import numpy.typing as npt
 import pytest
-import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.buffers import DictReplayBuffer, NStepReplayBuffer, ReplayBuffer
-from stable_baselines3.common.running_mean_std import RunningMeanStd
-from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
+from stable_baselines3.common.vec_env import VecNormalize
 
+from buffer_helpers import IntArray
+from parity_helpers import N_ADDS, ROWS, Step, assert_bitwise_equal, normalizer, stream
 from sb3_per import PrioritizedDictReplayBuffer, PrioritizedDictReplayBufferSamples
 
-Array = npt.NDArray[Any]
-IntArray = npt.NDArray[np.int64]
-
 OTHER_FIELDS = ("actions", "dones", "rewards", "discounts")
-ROWS = 7
-# One row only; half filled; one short of full; full with the position at 0, inside, at the last
-N_ADDS = (1, 4, ROWS - 1, ROWS, 2 * ROWS + 3, 2 * ROWS - 1)
 GAMMA = 0.97
 
 KEYS: dict[str, spaces.Space[Any]] = {
@@ -39,67 +31,21 @@ ACTION_SPACES: dict[str, spaces.Space[Any]] = {
     "box": spaces.Box(-1.0, 1.0, (2,), np.float32),
     "multi-discrete": spaces.MultiDiscrete([3, 4]),
 }
-# How a step ends: done, and "TimeLimit.truncated". The last two no env of SB3's sends, yet its
-# buffers take them.
-ENDINGS: list[tuple[bool, dict[str, Any]]] = [
-    (False, {"TimeLimit.truncated": False}),
-    (True, {"TimeLimit.truncated": False}),
-    (True, {"TimeLimit.truncated": True}),
-    (True, {}),
-    (False, {"TimeLimit.truncated": True}),
-]
-SHARES = (0.6, 0.14, 0.14, 0.06, 0.06)
-
-
-class Step(NamedTuple):
-    """The arguments of ``add``."""
-
-    obs: dict[str, Array]
-    next_obs: dict[str, Array]
-    action: Array
-    reward: Array
-    done: Array
-    infos: list[dict[str, Any]]
-
-
-class IdleEnv(gym.Env[Any, Any]):
-    """Never stepped: it only lends its spaces to a VecNormalize."""
-
-    action_space = spaces.Discrete(4)
-
-    def __init__(self, observation_space: spaces.Space[Any]) -> None:
-        self.observation_space = observation_space
 
 
 @functools.cache
 def random_steps(n_envs: int, n: int, actions: str = "discrete", seed: int = 0) -> tuple[Step, ...]:
-    """Episodes of all kinds; within one, a next observation is the following observation."""
-    rng = np.random.default_rng(seed)
-    SPACE.seed(seed)
-    action_space = ACTION_SPACES[actions]
-    action_space.seed(seed)
+    return stream(SPACE, ACTION_SPACES[actions], n_envs, n, seed)
 
-    def observe() -> dict[str, Array]:
-        return {
-            key: np.array([space.sample() for _ in range(n_envs)])
-            for key, space in SPACE.spaces.items()
-        }
 
-    steps = []
-    obs = observe()
-    for _ in range(n):
-        next_obs = observe()
-        ends = [ENDINGS[kind] for kind in rng.choice(len(SHARES), size=n_envs, p=SHARES)]
-        done = np.array([end[0] for end in ends])
-        action = np.array([action_space.sample() for _ in range(n_envs)])
-        reward = rng.normal(0.0, 2.0, n_envs)
-        steps.append(Step(obs, next_obs, action, reward, done, [dict(end[1]) for end in ends]))
-        first = observe()
-        obs = {
-            key: np.where(done.reshape(-1, *[1] * (value.ndim - 1)), first[key], value)
-            for key, value in next_obs.items()
-        }
-    return tuple(steps)
+def normalizers(key: str | None = None) -> tuple[VecNormalize, VecNormalize]:
+    """Of the keys that are not images; the same for one key alone."""
+    whole = normalizer(SPACE, norm_obs_keys=list(NORMALIZED))
+    alone = normalizer(KEYS[key or "room"], norm_obs=key in NORMALIZED)
+    if key in NORMALIZED:
+        statistics: Any = whole.obs_rms
+        alone.obs_rms = statistics[key]
+    return whole, alone
 
 
 def fill(steps: tuple[Step, ...], *buffers: ReplayBuffer, key: str | None = None) -> None:
@@ -110,29 +56,6 @@ def fill(steps: tuple[Step, ...], *buffers: ReplayBuffer, key: str | None = None
             obs: Any = dict(step.obs) if key is None else step.obs[key]
             next_obs: Any = dict(step.next_obs) if key is None else step.next_obs[key]
             buffer.add(obs, next_obs, *step[2:])
-
-
-def normalizer(key: str | None = None) -> VecNormalize:
-    """Of the keys that are not images; with ``key``, the same for this key alone."""
-    space = SPACE if key is None else KEYS[key]
-    venv = DummyVecEnv([lambda: IdleEnv(space)])
-    # The clip is narrow enough that some of the rewards reach it
-    env = VecNormalize(
-        venv,
-        norm_obs=key is None or key in NORMALIZED,
-        norm_obs_keys=list(NORMALIZED) if key is None else None,
-        clip_reward=1.0,
-    )
-    rng = np.random.default_rng(0)
-    for name in NORMALIZED:
-        mean = rng.normal(size=KEYS[name].shape)
-        var = rng.uniform(0.5, 4.0, KEYS[name].shape)
-        if key in (None, name):
-            statistics = env.obs_rms[name] if key is None else env.obs_rms
-            assert isinstance(statistics, RunningMeanStd)
-            statistics.mean, statistics.var = mean, var
-    env.ret_rms.var = np.array(2.7)
-    return env
 
 
 def sb3s_batch(
@@ -157,15 +80,6 @@ def draw_every_transition(
     return batch
 
 
-def assert_bitwise_equal(ours: th.Tensor | None, theirs: th.Tensor | None, context: object) -> None:
-    if ours is None or theirs is None:
-        assert ours is theirs, context
-        return
-    assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape), context
-    # Bytes: to == a zero of either sign is the same
-    assert ours.numpy().tobytes() == theirs.numpy().tobytes(), context
-
-
 def assert_same_observations(ours: Any, theirs: Any, context: object) -> None:
     assert list(ours) == list(theirs), context
     for key in ours:
@@ -182,7 +96,7 @@ def test_every_row_is_that_of_sb3(
 ) -> None:
     # One more than divides by n_envs: SB3 rounds down
     base = (ROWS * n_envs + n_envs - 1, SPACE, ACTION_SPACES["discrete"], "cpu", n_envs)
-    normalize = normalizer()
+    normalize, _ = normalizers()
     for seed, n_adds in enumerate(N_ADDS):
         ours = PrioritizedDictReplayBuffer(*base, handle_timeout_termination=timeouts)
         theirs = DictReplayBuffer(*base, handle_timeout_termination=timeouts)
@@ -257,7 +171,7 @@ def test_n_step_rows_are_those_of_sb3s_buffer_for_the_key_alone(
     monkeypatch: pytest.MonkeyPatch, key: str, n_envs: int, n_steps: int
 ) -> None:
     rest = (ACTION_SPACES["discrete"], "cpu", n_envs)
-    pairs = [(None, None), (normalizer(), normalizer(key))]
+    pairs = [(None, None), normalizers(key)]
     for seed, n_adds in enumerate(N_ADDS):
         ours = PrioritizedDictReplayBuffer(
             ROWS * n_envs, SPACE, *rest, n_steps=n_steps, gamma=GAMMA

@@ -2,27 +2,21 @@
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.buffers import NStepReplayBuffer, ReplayBuffer
-from stable_baselines3.common.running_mean_std import RunningMeanStd
-from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
+from stable_baselines3.common.vec_env import VecNormalize
 
+from buffer_helpers import IntArray
+from parity_helpers import N_ADDS, ROWS, Step, assert_bitwise_equal, normalizer, stream
 from sb3_per import PrioritizedReplayBuffer, PrioritizedReplayBufferSamples
 
-Array = npt.NDArray[Any]
-IntArray = npt.NDArray[np.int64]
-
 FIELDS = ("observations", "actions", "next_observations", "dones", "rewards", "discounts")
-ROWS = 7
-# One row only; half filled; one short of full; full with the position at 0, inside, at the last
-N_ADDS = (1, 4, ROWS - 1, ROWS, 2 * ROWS + 3, 2 * ROWS - 1)
 N_STEPS = (1, 2, 3, 5, ROWS + 5)
 
 OBSERVATION_SPACES: dict[str, spaces.Space[Any]] = {
@@ -42,77 +36,29 @@ ACTION_SPACES: dict[str, spaces.Space[Any]] = {
     "multi-discrete": spaces.MultiDiscrete([3, 4]),
     "multi-binary": spaces.MultiBinary(5),
 }
-# How a step ends: done, and "TimeLimit.truncated", which SB3's vectorized envs set only where the
-# episode did not terminate as well. The last two no env of SB3's sends, yet its buffers take them.
-GOES_ON: tuple[bool, dict[str, Any]] = (False, {"TimeLimit.truncated": False})
-ENDINGS: list[tuple[bool, dict[str, Any]]] = [
-    (True, {"TimeLimit.truncated": False}),
-    (True, {"TimeLimit.truncated": True}),
-    (True, {}),
-    (False, {"TimeLimit.truncated": True}),
-]
-SHARES = (0.6, 0.14, 0.14, 0.06, 0.06)
-
-
-class Step(NamedTuple):
-    """The arguments of ``add``."""
-
-    obs: Array
-    next_obs: Array
-    action: Array
-    reward: Array
-    done: Array
-    infos: list[dict[str, Any]]
-
-
-class IdleEnv(gym.Env[Any, Any]):
-    """Never stepped: it only lends its spaces to a VecNormalize."""
-
-    def __init__(self, observation_space: spaces.Space[Any], action_space: spaces.Space[Any]):
-        self.observation_space = observation_space
-        self.action_space = action_space
-
-
-def normalizer(observation_space: spaces.Space[Any], seed: int = 0) -> VecNormalize:
-    rng = np.random.default_rng(seed)
-    venv = DummyVecEnv([lambda: IdleEnv(observation_space, spaces.Discrete(4))])
-    is_box = isinstance(observation_space, spaces.Box)
-    # The clip is narrow enough that some of the rewards reach it
-    env = VecNormalize(venv, norm_obs=is_box, clip_reward=1.0)
-    if is_box:
-        assert isinstance(env.obs_rms, RunningMeanStd)
-        env.obs_rms.mean = rng.normal(size=observation_space.shape)
-        env.obs_rms.var = rng.uniform(0.5, 4.0, observation_space.shape)
-    env.ret_rms.var = np.array(2.7)
-    return env
 
 
 @functools.cache
 def random_steps(
     space: str, n_envs: int, n: int, actions: str = "discrete", seed: int = 0
 ) -> tuple[Step, ...]:
-    """Episodes of all kinds; within one, a next observation is the following observation."""
-    observation_space, action_space = OBSERVATION_SPACES[space], ACTION_SPACES[actions]
-    rng = np.random.default_rng(seed)
-    observation_space.seed(seed)
-    action_space.seed(seed)
+    return stream(OBSERVATION_SPACES[space], ACTION_SPACES[actions], n_envs, n, seed)
 
-    def several(space: spaces.Space[Any]) -> Array:
-        return np.array([space.sample() for _ in range(n_envs)])
 
-    steps = []
-    obs = several(observation_space)
-    for _ in range(n):
-        next_obs = several(observation_space)
-        kinds = rng.choice(len(SHARES), size=n_envs, p=SHARES)
-        ends = [[GOES_ON, *ENDINGS][kind] for kind in kinds]
-        done = np.array([end[0] for end in ends])
-        infos = [dict(end[1]) for end in ends]
-        rewards = rng.normal(0.0, 2.0, n_envs)
-        steps.append(Step(obs, next_obs, several(action_space), rewards, done, infos))
-        first = several(observation_space)
-        obs = np.where(done.reshape(-1, *[1] * (obs.ndim - 1)), first, next_obs)
-    return tuple(steps)
+def normalizer_of(space: spaces.Space[Any]) -> VecNormalize:
+    return normalizer(space, norm_obs=isinstance(space, spaces.Box))
+
+
+def assert_same_fields(
+    batch: PrioritizedReplayBufferSamples,
+    expected: Any,
+    context: object,
+    fields: tuple[str, ...] = FIELDS,
+    where: npt.NDArray[np.bool_] | slice = slice(None),
+) -> None:
+    for field in fields:
+        ours, theirs = getattr(batch, field), getattr(expected, field)
+        assert_bitwise_equal(ours, theirs, f"{field}: {context}", where)
 
 
 def fill(steps: Iterable[Step], *buffers: ReplayBuffer) -> None:
@@ -153,27 +99,6 @@ def rows_and_envs(buffer: PrioritizedReplayBuffer, indices: IntArray) -> tuple[I
     return rows, envs
 
 
-def assert_bitwise_equal(
-    batch: PrioritizedReplayBufferSamples,
-    expected: Any,
-    context: object,
-    fields: tuple[str, ...] = FIELDS,
-    where: npt.NDArray[np.bool_] | None = None,
-) -> None:
-    for field in fields:
-        ours, theirs = getattr(batch, field), getattr(expected, field)
-        if theirs is None:
-            assert ours is None, f"{field}: {context}"
-            continue
-        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape), f"{field}: {context}"
-        assert ours.device == theirs.device
-        ours, theirs = ours.numpy(), theirs.numpy()
-        if where is not None:
-            ours, theirs = ours[where], theirs[where]
-        # Bytes: to == a zero of either sign is the same
-        assert ours.tobytes() == theirs.tobytes(), f"{field}: {context}"
-
-
 def draw_every_transition(
     buffer: PrioritizedReplayBuffer, env: VecNormalize | None = None
 ) -> PrioritizedReplayBufferSamples:
@@ -203,7 +128,7 @@ def test_every_row_is_that_of_sb3(
     observation_space = OBSERVATION_SPACES[space]
     # One more than divides by n_envs: SB3 rounds down
     base = (ROWS * n_envs + n_envs - 1, observation_space, spaces.Discrete(4), "cpu", n_envs)
-    normalize = normalizer(observation_space)
+    normalize = normalizer_of(observation_space)
     for seed, n_adds in enumerate(N_ADDS):
         for timeouts in (True, False):
             ours = PrioritizedReplayBuffer(
@@ -218,7 +143,7 @@ def test_every_row_is_that_of_sb3(
                 batch = draw_every_transition(ours, env)
                 rows, envs = rows_and_envs(ours, batch.indices)
                 expected = sample_the_same(monkeypatch, theirs, rows, envs, env)
-                assert_bitwise_equal(batch, expected, (n_adds, timeouts, env is None))
+                assert_same_fields(batch, expected, (n_adds, timeouts, env is None))
 
 
 @pytest.mark.parametrize("n_steps", [1, 3])
@@ -233,7 +158,7 @@ def test_actions_of_every_kind_are_those_of_sb3(
     fill(random_steps("box", n_envs, ROWS + 2, space), ours, theirs)
     batch = draw_every_transition(ours)
     expected = sample_the_same(monkeypatch, theirs, *rows_and_envs(ours, batch.indices), None)
-    assert_bitwise_equal(batch, expected, space)
+    assert_same_fields(batch, expected, space)
 
 
 @pytest.mark.parametrize("gamma", [0.0, 0.5, 0.9999, 1.0])
@@ -249,10 +174,10 @@ def test_returns_and_discounts_are_those_of_sb3_for_any_gamma(
     for step in random_steps("box", 3, 140):
         rare = step._replace(done=step.done & (step.reward > 2.0), infos=[{}, {}, {}])
         fill([rare], ours, theirs)
-    for env in (None, normalizer(space)):
+    for env in (None, normalizer_of(space)):
         batch = draw_every_transition(ours, env)
         expected = sample_the_same(monkeypatch, theirs, *rows_and_envs(ours, batch.indices), env)
-        assert_bitwise_equal(batch, expected, env)
+        assert_same_fields(batch, expected, env)
 
 
 @pytest.mark.parametrize("n_envs", [1, 3])
@@ -262,7 +187,7 @@ def test_memory_saving_rows_are_those_of_sb3(
 ) -> None:
     observation_space = OBSERVATION_SPACES[space]
     base = (ROWS * n_envs, observation_space, spaces.Discrete(4), "cpu", n_envs, True, False)
-    normalize = normalizer(observation_space)
+    normalize = normalizer_of(observation_space)
     for seed, n_adds in enumerate(N_ADDS):
         ours, theirs = PrioritizedReplayBuffer(*base), ReplayBuffer(*base)
         fill(random_steps(space, n_envs, n_adds, seed=seed), ours, theirs)
@@ -271,7 +196,7 @@ def test_memory_saving_rows_are_those_of_sb3(
             assert len(np.unique(batch.indices)) == n_envs * min(n_adds, ROWS - 1)
             rows, envs = rows_and_envs(ours, batch.indices)
             expected = sample_the_same(monkeypatch, theirs, rows, envs, env)
-            assert_bitwise_equal(batch, expected, (n_adds, env is None))
+            assert_same_fields(batch, expected, (n_adds, env is None))
 
 
 @pytest.mark.parametrize("reference", ["ours", "SB3's"])
@@ -283,7 +208,7 @@ def test_memory_saving_n_step_rows_are_those_of_a_buffer_that_saves_none(
 ) -> None:
     observation_space = OBSERVATION_SPACES[space]
     base = (ROWS * n_envs, observation_space, spaces.Discrete(4), "cpu", n_envs)
-    normalize = normalizer(observation_space)
+    normalize = normalizer_of(observation_space)
     kind: Any = PrioritizedReplayBuffer if reference == "ours" else NStepReplayBuffer
     for seed, n_adds in enumerate(N_ADDS):
         saving = PrioritizedReplayBuffer(*base, True, False, n_steps=n_steps, gamma=0.97)
@@ -298,11 +223,11 @@ def test_memory_saving_n_step_rows_are_those_of_a_buffer_that_saves_none(
                 expected = sample_the_same(monkeypatch, plain, rows, envs, env)
             context = (n_adds, env is None)
             others = tuple(field for field in FIELDS if field != "next_observations")
-            assert_bitwise_equal(batch, expected, context, others)
+            assert_same_fields(batch, expected, context, others)
             # Where an episode ended, its last observation gave way to the first of the next one,
             # as in SB3; nobody reads it there.
             goes_on = batch.dones.numpy().ravel() == 0.0
-            assert_bitwise_equal(batch, expected, context, ("next_observations",), goes_on)
+            assert_same_fields(batch, expected, context, ("next_observations",), goes_on)
 
 
 @pytest.mark.parametrize(("n_steps", "saving"), [(1, False), (1, True), (3, False)])
@@ -319,7 +244,7 @@ def test_any_transitions_can_be_asked_for_with_weights_or_without(
     expected = sample_the_same(monkeypatch, theirs, rows, envs, None)
     indices = rows * 3 + envs
     for batch in (ours.batch_of(indices), ours._get_samples(indices)):
-        assert_bitwise_equal(batch, expected, n_steps)
+        assert_same_fields(batch, expected, n_steps)
         np.testing.assert_array_equal(batch.indices, indices)
     np.testing.assert_array_equal(ours._get_samples(indices).weights, np.ones((6, 1)))
     priorities = ours.priorities[indices]
@@ -352,7 +277,7 @@ def test_the_comparison_notices_another_row_or_env(
     expected = sample_the_same(monkeypatch, theirs, rows, envs, None)
     for field in FIELDS if n_steps > 1 else FIELDS[:-1]:
         with pytest.raises(AssertionError, match=field):
-            assert_bitwise_equal(batch, expected, twin, (field,))
+            assert_same_fields(batch, expected, twin, (field,))
 
 
 @pytest.mark.parametrize("field", FIELDS)
@@ -373,6 +298,6 @@ def test_the_comparison_notices_a_small_change_of_any_field(field: str, twin: st
         changed = values.clone()
         changed[-1] += 1.0
     twin_batch = PrioritizedReplayBufferSamples(**{**batch._asdict(), field: changed})
-    assert_bitwise_equal(batch, batch, "itself")
+    assert_same_fields(batch, batch, "itself")
     with pytest.raises(AssertionError, match=field):
-        assert_bitwise_equal(batch, twin_batch, twin)
+        assert_same_fields(batch, twin_batch, twin)

@@ -21,6 +21,7 @@ from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from stable_baselines3.common.type_aliases import ReplayBufferSamples
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecNormalize
 
+from actor_critic_helpers import differences, tensors_of
 from sb3_per import (
     PERDDPG,
     PERSAC,
@@ -71,7 +72,7 @@ class NormalizedFeatures(BaseFeaturesExtractor):
 
 
 SMALL: dict[str, Any] = {
-    "buffer_size": 90,
+    "buffer_size": 64,
     "learning_starts": 20,
     # No powers of two: means of means would be rounded otherwise
     "batch_size": 23,
@@ -130,7 +131,8 @@ def replay_draws(theirs: Any, drawn: list[npt.NDArray[np.int64]]) -> None:
         np.random.random_sample(batch_size)
         rows, envs = np.divmod(next(draws), buffer.n_envs)
         with mock.patch("numpy.random.randint", return_value=envs):
-            return buffer._get_samples(rows, env)
+            batch: ReplayBufferSamples = buffer._get_samples(rows, env)
+            return batch
 
     buffer.sample = sample
 
@@ -139,7 +141,7 @@ def run_both(
     name: str,
     n_envs: int = 1,
     normalize: bool = False,
-    total: int = 100,
+    total: int = 80,
     options: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> tuple[Any, Any]:
@@ -162,25 +164,6 @@ def run_both(
     plain.learn(total)
     assert prioritized._n_updates == plain._n_updates == len(drawn) > 0
     return prioritized, plain
-
-
-def tensors_of(model: Any) -> dict[str, th.Tensor]:
-    """All that training changes."""
-    tensors = dict(model.policy.state_dict())
-    names, variables = model._get_torch_save_params()
-    for name in variables:
-        tensors[name] = recursive_getattr(model, name)
-    for name in names[1:]:
-        state = recursive_getattr(model, name).state_dict()["state"]
-        for number, values in state.items():
-            tensors.update({f"{name}.{number}.{key}": value for key, value in values.items()})
-    return tensors
-
-
-def differences(ours: Any, theirs: Any) -> list[str]:
-    mine, its = tensors_of(ours), tensors_of(theirs)
-    assert mine.keys() == its.keys()
-    return [name for name in mine if not th.equal(mine[name], its[name])]
 
 
 @NAMES

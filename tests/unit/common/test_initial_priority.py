@@ -9,11 +9,11 @@ import pytest
 import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.env_util import make_vec_env
-from stable_baselines3.common.envs import BitFlippingEnv, SimpleMultiObsEnv
-from stable_baselines3.common.logger import Logger
+from stable_baselines3.common.envs import BitFlippingEnv
 from stable_baselines3.her.her_replay_buffer import HerReplayBuffer
 from torch import nn
 
+from model_helpers import SAVING_MEMORY, TenStepEnv, silent, small_model
 from sb3_per import PERDQN, PrioritizedReplayBuffer
 from sb3_per.callbacks import td_errors_in_buffer
 from sb3_per.per_qrdqn import PERQRDQN
@@ -23,23 +23,15 @@ ALGORITHMS = (PERDQN, PERQRDQN)
 
 def make_model(algorithm: Any = PERDQN, env: Any = "CartPole-v1", **options: Any) -> Any:
     """A model whose first 40 steps are behind it, 30 of them without updates."""
-    policy = "MultiInputPolicy" if isinstance(env, SimpleMultiObsEnv) else "MlpPolicy"
-    options = {
-        "policy_kwargs": {"net_arch": [8]},
-        "learning_rate": 0.01,
+    base = {
         "learning_starts": 30,
         "buffer_size": 100,
         "train_freq": 4,
+        "batch_size": 32,
         "initial_priority": "td_error",
-        "seed": 0,
-        "device": "cpu",
-        **options,
     }
-    if algorithm is PERQRDQN:
-        options["policy_kwargs"] = {**options["policy_kwargs"], "n_quantiles": 5}
-    model = algorithm(policy, env, **options).learn(40)
-    model.set_logger(Logger(None, []))
-    return model
+    model = small_model(env, algorithm, **{**base, **options}).learn(40)
+    return silent(model)
 
 
 def collect(model: Any, n_steps: int) -> None:
@@ -66,12 +58,9 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
         {},
         {"n_steps": 3},
         {"prioritization": "rank"},
-        {
-            "optimize_memory_usage": True,
-            "replay_buffer_kwargs": {"handle_timeout_termination": False},
-        },
+        SAVING_MEMORY,
         {"env": make_vec_env("CartPole-v1", 3)},
-        {"env": SimpleMultiObsEnv(random_start=False)},
+        {"env": TenStepEnv(spaces.Dict({"room": spaces.Discrete(5), "door": spaces.Box(-1, 1)}))},
         # Fewer places than new transitions
         {"buffer_size": 9, "learning_starts": 5},
     ],
@@ -200,28 +189,6 @@ def test_an_error_that_is_not_finite_leaves_all_as_it_was() -> None:
         model.train(1)
     np.testing.assert_array_equal(model.replay_buffer.priorities, before)
     assert len(model.replay_buffer.new_transitions()) == 4
-
-
-def test_new_transitions_of_a_buffer_through_its_whole_life() -> None:
-    buffer = PrioritizedReplayBuffer(
-        6, spaces.Box(-1.0, 1.0, (1,)), spaces.Discrete(2), "cpu", n_envs=2
-    )
-
-    def add(n: int) -> list[int]:
-        for _ in range(n):
-            column = np.zeros((2, 1), dtype=np.float32)
-            buffer.add(column, column, column, np.zeros(2), np.zeros(2), [{}, {}])
-        return list(map(int, buffer.new_transitions()))
-
-    assert buffer.new_transitions().tolist() == []
-    assert add(2) == [0, 1, 2, 3]
-    buffer.forget_new()
-    # Oldest first, over the end of the buffer of three rows
-    assert add(2) == [4, 5, 0, 1]
-    assert add(5) == [0, 1, 2, 3, 4, 5]
-    buffer.reset()
-    assert buffer.new_transitions().tolist() == []
-    assert add(1) == [0, 1]
 
 
 def test_hindsight_is_refused_when_made_and_when_set() -> None:

@@ -42,7 +42,7 @@ def run_forward(
     """:return: outputs, shape ``(n, sizes[-1])``, and the results of all layers"""
     n = len(inputs)
     results = np.full(n * sum(sizes[1:]), np.nan, np.float32)
-    outputs = mlp_kernels.forward(
+    outputs = mlp_kernels._forward(
         addresses_of(network), np.array(sizes), is_tanh, inputs.numpy(), results
     )
     return outputs, results

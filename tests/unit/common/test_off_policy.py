@@ -7,6 +7,7 @@ import pickle
 import re
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,44 +27,24 @@ from stable_baselines3.common.buffers import (
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.logger import Logger, configure
 from stable_baselines3.common.utils import ConstantSchedule, LinearSchedule
-from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 from stable_baselines3.her.her_replay_buffer import HerReplayBuffer
 
+from buffer_helpers import SAVING
+from model_helpers import (
+    SAVING_MEMORY,
+    SMALL,
+    Prioritized,
+    TenStepEnv,
+    buffer_of,
+    side_by_side,
+    small_model,
+)
 from sb3_per import (
     PERDQN,
     PrioritizedDictReplayBuffer,
-    PrioritizedOffPolicyAlgorithm,
     PrioritizedReplayBuffer,
     PrioritizedReplayBufferSamples,
 )
-
-FloatArray = npt.NDArray[np.float32]
-
-
-class TenStepEnv(gym.Env[Any, np.int64]):
-    """Random observations and rewards; an episode ends after ten steps."""
-
-    def __init__(
-        self,
-        observation_space: spaces.Space[Any] | None = None,
-        action_space: spaces.Space[Any] | None = None,
-    ) -> None:
-        self.observation_space = observation_space or spaces.Box(-10.0, 10.0, (3,), np.float32)
-        self.action_space = action_space or spaces.Discrete(2)
-        self.observation_space.seed(0)
-        self.n_steps = 0
-
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
-        super().reset(seed=seed)
-        self.n_steps = 0
-        return self.observation_space.sample(), {}
-
-    def step(self, action: np.int64) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        self.n_steps += 1
-        reward = float(self.np_random.normal(scale=3.0))
-        return self.observation_space.sample(), reward, self.n_steps == 10, False, {}
 
 
 class OwnPrioritizedBuffer(PrioritizedReplayBuffer):
@@ -82,28 +63,8 @@ class OwnHerBuffer(HerReplayBuffer):
     """And for hindsight."""
 
 
-SMALL: dict[str, Any] = {
-    "buffer_size": 60,
-    "learning_starts": 0,
-    "train_freq": 1,
-    "batch_size": 4,
-    "policy_kwargs": {"net_arch": [4]},
-    "seed": 0,
-    "device": "cpu",
-}
-
-
-def make_model(env: Any = None, policy: str = "MlpPolicy", **kwargs: Any) -> PERDQN:
-    return PERDQN(policy, env or TenStepEnv(), **{**SMALL, **kwargs})
-
-
-def buffer_of(model: PERDQN) -> PrioritizedReplayBuffer:
-    assert isinstance(model.replay_buffer, PrioritizedReplayBuffer)
-    return model.replay_buffer
-
-
-def side_by_side(n_envs: int) -> VecEnv:
-    return DummyVecEnv([TenStepEnv] * n_envs)
+# Learns from the first step on
+make_model = partial(small_model, learning_starts=0, batch_size=4)
 
 
 # --- options
@@ -194,7 +155,6 @@ def test_options_at_the_ends_of_their_ranges_are_accepted(options: dict[str, Any
 def test_actions_that_do_not_start_at_zero_are_refused_with_a_way_out(
     space: spaces.Discrete,
 ) -> None:
-    """Fault 78."""
     with pytest.raises(ValueError, match=f"start at {space.start}") as error:
         make_model(TenStepEnv(action_space=space))
     assert str(space) in str(error.value)
@@ -211,9 +171,8 @@ def test_observations_that_do_not_start_at_zero_are_refused_with_a_way_out(
 ) -> None:
     """As one-hot vectors they would fail when the network first acts."""
     whole = spaces.Dict({"other": spaces.Discrete(2), "room": space}) if in_dict else space
-    policy = "MultiInputPolicy" if in_dict else "MlpPolicy"
     with pytest.raises(ValueError, match=re.escape(f"{space} start at {space.start}")) as error:
-        make_model(TenStepEnv(whole), policy=policy)
+        make_model(TenStepEnv(whole))
     assert "gymnasium.ObservationWrapper that subtracts the start" in str(error.value)
 
 
@@ -251,7 +210,7 @@ def test_dict_observations_get_their_buffer(
     space = spaces.Dict({"camera": spaces.Box(0.0, 1.0, (2,), np.float32)})
     env = TenStepEnv(space)
     asked_for = {"replay_buffer_class": buffer_class, "n_steps": n_steps}
-    model = make_model(env, policy="MultiInputPolicy", **asked_for)
+    model = make_model(env, **asked_for)
     buffer = buffer_of(model)
     assert type(buffer) is PrioritizedDictReplayBuffer
     assert issubclass(type(buffer), DictReplayBuffer)
@@ -266,7 +225,7 @@ def test_dict_observations_do_not_go_into_a_buffer_of_another_kind(
 ) -> None:
     space = spaces.Dict({"camera": spaces.Box(0.0, 1.0, (2,), np.float32)})
     with pytest.raises(ValueError, match=r"camera.*use PrioritizedDictReplayBuffer"):
-        make_model(TenStepEnv(space), policy="MultiInputPolicy", replay_buffer_class=buffer_class)
+        make_model(TenStepEnv(space), replay_buffer_class=buffer_class)
 
 
 @pytest.mark.parametrize("buffer_class", [DictReplayBuffer, HerReplayBuffer])
@@ -277,35 +236,30 @@ def test_other_observations_do_not_go_into_a_buffer_for_dicts(
         make_model(replay_buffer_class=buffer_class)
 
 
-class Unmeasured(PrioritizedOffPolicyAlgorithm, DQN):
+class Unmeasured(Prioritized, DQN):
     """What a user makes of the base class, without TD errors of new transitions."""
-
-    def __init__(self, *args: Any, _init_setup_model: bool = True, **options: Any) -> None:
-        super().__init__(*args, **SMALL, _init_setup_model=False)
-        self._set_per_options(**options)
-        if _init_setup_model:
-            self._setup_model()
 
 
 def test_the_base_class_names_options_that_it_does_not_know() -> None:
-    assert Unmeasured("MlpPolicy", TenStepEnv(), alpha=0.5).alpha == 0.5
-    with pytest.raises(TypeError, match="'alhpa'"):
-        Unmeasured("MlpPolicy", TenStepEnv(), alhpa=0.5)
-    # These are what PERDQN adds
-    with pytest.raises(TypeError, match="'loss'"):
-        Unmeasured("MlpPolicy", TenStepEnv(), loss="mse")
+    model = Unmeasured("MlpPolicy", TenStepEnv(), _init_setup_model=False)
+    # The second is one that PERDQN adds
+    options: list[tuple[str, Any]] = [("alhpa", 0.5), ("loss", "mse")]
+    for name, value in options:
+        with pytest.raises(TypeError, match=f"'{name}'"):
+            model._set_per_options(**{name: value})
+    assert not hasattr(model, "alhpa")
 
 
 def test_priorities_of_their_own_for_new_transitions_need_td_errors() -> None:
-    message = "Unmeasured has no method `td_errors\\(batch\\)`: define it, or use 'max'"
+    message = r"Unmeasured has no method `td_errors\(batch\)`: define it, or use 'max'"
+    model = Unmeasured("MlpPolicy", TenStepEnv(), _init_setup_model=False)
+    model._set_per_options(initial_priority="td_error")
     with pytest.raises(ValueError, match=message):
-        Unmeasured("MlpPolicy", TenStepEnv(), initial_priority="td_error")
-    model = Unmeasured("MlpPolicy", TenStepEnv())
+        model._setup_model()
+    model = Unmeasured("MlpPolicy", TenStepEnv(), buffer_size=10)
     model.initial_priority = "td_error"
     with pytest.raises(ValueError, match=message):
         model._prepare_replay()
-    with pytest.raises(TypeError, match="Unmeasured has no method `priority_context"):
-        model.td_errors(buffer_of(model).sample)  # type: ignore[arg-type]
 
 
 # --- the buffer
@@ -477,8 +431,7 @@ def test_saving_memory_along_with_timeouts_is_refused_by_sb3() -> None:
 def test_saving_memory_trains_over_two_learns(n_steps: int, n_envs: int) -> None:
     model = make_model(
         side_by_side(n_envs),
-        optimize_memory_usage=True,
-        replay_buffer_kwargs={"handle_timeout_termination": False},
+        **SAVING_MEMORY,
         n_steps=n_steps,
         target_update_interval=10,
     )
@@ -555,7 +508,6 @@ def betas_of(model: PERDQN, total: int, *, reset_num_timesteps: bool = True) -> 
 
 
 def test_beta_goes_from_its_start_to_its_end_with_the_training() -> None:
-    """Fault 31."""
     betas = betas_of(make_model(train_freq=10), 1000)
     assert list(betas) == list(range(10, 1001, 10))
     assert betas[10] == pytest.approx(0.406)
@@ -594,7 +546,6 @@ def test_beta_is_at_its_end_at_once_with_a_fraction_of_zero() -> None:
 @pytest.mark.parametrize("total", [1, 3])
 @pytest.mark.parametrize("beta_fraction", [0.0, 0.1, 1.0])
 def test_very_short_runs_have_a_beta_too(total: int, beta_fraction: float) -> None:
-    """Fault 34."""
     betas = betas_of(make_model(beta_fraction=beta_fraction), total)
     assert list(betas) == list(range(1, total + 1))
     assert all(0.4 <= beta <= 1.0 for beta in betas.values())
@@ -643,7 +594,6 @@ def test_rounding_takes_no_beta_out_of_its_range(
 
 
 def test_beta_follows_the_progress_of_sb3_over_several_learns() -> None:
-    """Fault 32."""
     model = make_model()
     assert betas_of(model, 20)[20] == 1.0
     # The second 20 of 40 steps: halfway on
@@ -727,7 +677,6 @@ def test_a_schedule_that_starts_with_what_is_no_beta_is_refused_at_construction(
 
 @pytest.mark.parametrize("beta_fraction", [0.0, 0.5, 1.0])
 def test_the_schedule_is_no_closure(beta_fraction: float) -> None:
-    """Fault 67."""
     model = make_model(beta_fraction=beta_fraction)
     copy = pickle.loads(pickle.dumps(model.beta_schedule))
     for progress in (1.0, 0.7, 0.25, 0.0, -0.2):
@@ -742,7 +691,6 @@ def test_the_schedule_is_no_closure(beta_fraction: float) -> None:
     ids=["float", "numpy", "schedule", "numpy schedule"],
 )
 def test_the_logged_beta_is_a_plain_float(beta: Any) -> None:
-    """Fault 67."""
     model = make_model(beta=beta)
     model.set_logger(Logger(None, []))
     model.learn(2, log_interval=1000)
@@ -804,7 +752,6 @@ class Trained:
 def test_the_log_has_one_row_an_episode_with_the_values_of_the_latest_training(
     n_envs: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Fault 72."""
     model = make_model(
         side_by_side(n_envs),
         buffer_size=40,
@@ -848,7 +795,6 @@ def test_the_log_has_one_row_an_episode_with_the_values_of_the_latest_training(
 
 
 def test_priorities_in_the_log_are_those_of_stored_transitions_alone() -> None:
-    """Fault 73."""
     model = make_model(buffer_size=1000, learning_starts=100, alpha=1.0, priority_eps=0.0)
     model.set_logger(Logger(None, []))
     model.learn(4)
@@ -984,14 +930,8 @@ def test_a_plain_buffer_is_converted_with_a_warning(
 
 @pytest.mark.parametrize("n_adds", [4, 9])
 def test_conversion_leaves_out_what_saved_memory_has_no_next_observation(n_adds: int) -> None:
-    saving: dict[str, Any] = {
-        "optimize_memory_usage": True,
-        "handle_timeout_termination": False,
-    }
-    stored = filled(ReplayBuffer, n_adds, **saving)
-    model = make_model(
-        optimize_memory_usage=True, replay_buffer_kwargs={"handle_timeout_termination": False}
-    )
+    stored = filled(ReplayBuffer, n_adds, **SAVING)
+    model = make_model(**SAVING_MEMORY)
     with pytest.warns(UserWarning, match="priority 1"):
         model.load_replay_buffer(as_file(stored))
     expected = np.ones(stored.size())
@@ -1029,7 +969,9 @@ def test_options_that_differ_give_a_warning_and_those_of_the_model_apply(
     assert getattr(buffer, option) == in_model
     np.testing.assert_array_equal(buffer.priorities, stored.priorities)
     buffer.update_priorities([1], [8.0])
-    assert buffer.priorities[1] == (8.0 + model.priority_eps) ** model.alpha
+    assert buffer.priorities[1] == pytest.approx(
+        (8.0 + model.priority_eps) ** model.alpha, rel=1e-14
+    )
 
 
 def test_each_option_that_differs_has_its_own_warning() -> None:
@@ -1044,11 +986,7 @@ def test_each_option_that_differs_has_its_own_warning() -> None:
 
 
 def test_another_way_of_storing_gives_a_warning_and_stays() -> None:
-    saving: dict[str, Any] = {
-        "optimize_memory_usage": True,
-        "handle_timeout_termination": False,
-    }
-    stored = filled(PrioritizedReplayBuffer, 9, **saving)
+    stored = filled(PrioritizedReplayBuffer, 9, **SAVING)
     model = make_model()
     with pytest.warns(UserWarning, match=r"optimize_memory_usage=True, this model has False"):
         model.load_replay_buffer(as_file(stored))
@@ -1084,42 +1022,21 @@ def test_a_buffer_that_does_not_fit_is_refused_and_the_models_own_kept(
     model.learn(4)
 
 
-@pytest.mark.parametrize("content", [{"alpha": 0.6}, [1, 2], None])
-def test_what_is_no_buffer_is_refused_and_the_models_own_kept(content: Any) -> None:
-    model = make_model()
-    before = model.replay_buffer
-    with pytest.raises(AssertionError, match="must inherit from ReplayBuffer"):
-        model.load_replay_buffer(as_file(content))
-    assert model.replay_buffer is before
-
-
-def test_a_broken_file_is_refused_and_the_models_own_buffer_kept(tmp_path: Path) -> None:
-    model = make_model().learn(8)
-    before = model.replay_buffer
-    content = as_file(model.replay_buffer).getvalue()
-    with pytest.raises((EOFError, pickle.UnpicklingError)):
-        model.load_replay_buffer(io.BytesIO(content[: len(content) // 2]))
-    with pytest.raises(FileNotFoundError):
-        model.load_replay_buffer(tmp_path / "nowhere.pkl")
-    assert model.replay_buffer is before
-
-
 @pytest.mark.parametrize("in_dict", [False, True])
 def test_other_bounds_of_the_observations_do_not_matter(in_dict: bool) -> None:
     def space(bound: float) -> spaces.Space[Any]:
         box = spaces.Box(-bound, bound, (3,), np.float32)
         return spaces.Dict({"place": box, "room": spaces.Discrete(4)}) if in_dict else box
 
-    policy = "MultiInputPolicy" if in_dict else "MlpPolicy"
-    stored = make_model(TenStepEnv(space(50.0)), policy).learn(5)
-    model = make_model(TenStepEnv(space(10.0)), policy)
+    stored = make_model(TenStepEnv(space(50.0))).learn(5)
+    model = make_model(TenStepEnv(space(10.0)))
     model.load_replay_buffer(as_file(stored.replay_buffer))
     assert buffer_of(model).n_transitions == 5
 
 
 def test_other_keys_of_the_observations_do_matter() -> None:
-    def model_of(**keys: spaces.Space[Any]) -> PERDQN:
-        return make_model(TenStepEnv(spaces.Dict(keys)), "MultiInputPolicy")
+    def model_of(**keys: spaces.Space[Any]) -> Any:
+        return make_model(TenStepEnv(spaces.Dict(keys)))
 
     stored = model_of(place=spaces.Discrete(3), room=spaces.Discrete(4)).replay_buffer
     for keys in ({"place": spaces.Discrete(3)}, {"place": spaces.Discrete(3), "room": OTHER_BOX}):
@@ -1154,7 +1071,7 @@ def test_plain_dqn_on_a_prioritized_buffer_gets_one_warning_that_names_perdqn() 
         "MlpPolicy",
         TenStepEnv(),
         replay_buffer_class=PrioritizedReplayBuffer,
-        **{**SMALL, "batch_size": 1, "gradient_steps": 250},
+        **{**SMALL, "learning_starts": 0, "batch_size": 1, "gradient_steps": 250},
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -1172,7 +1089,9 @@ def test_perdqn_gets_no_such_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sb3_per.buffers.replay.DRAWS_BEFORE_WARNING", 2)
     model = make_model(replay_buffer_class=PrioritizedReplayBuffer).learn(10)
     assert model._n_updates == 10
-    plain = DQN("MlpPolicy", TenStepEnv(), replay_buffer_class=PrioritizedReplayBuffer, **SMALL)
+    plain = small_model(
+        algorithm=DQN, replay_buffer_class=PrioritizedReplayBuffer, learning_starts=0
+    )
     with pytest.warns(UserWarning, match="PERDQN"):
         plain.learn(10)
 

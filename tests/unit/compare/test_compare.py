@@ -120,8 +120,8 @@ def test_mistakes_are_found_before_anything_is_written(
 def test_environment_that_can_not_be_made_is_found_before_the_first_run(
     small: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # Gymnasium has no time limit of no step at all
-    text = small["hyperparams"].read_text().replace("max_episode_steps: 12", "max_episode_steps: 0")
+    # A corridor has two cells at least
+    text = small["hyperparams"].read_text().replace("length: 4", "length: 1")
     (tmp_path / "bad.yml").write_text(text)
     assert main(settings(small, tmp_path / "a", hyperparams=tmp_path / "bad.yml")) == 2
     assert "can't make sb3_per/GridWorld-v0: " in capsys.readouterr().err
@@ -523,6 +523,23 @@ def test_two_workers_give_the_numbers_of_one(small: dict[str, Any], tmp_path: Pa
             store.write(outcome.run, outcome.result)
         store.merge_tables()
     assert_same(tmp_path / "1", tmp_path / "2")
+
+
+def ignores_interrupts(_: Run) -> bool:
+    return signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+def test_workers_leave_ctrl_c_to_the_process_that_stops_them(
+    small: dict[str, Any], tmp_path: Path
+) -> None:
+    runs, _ = plan(settings(small, tmp_path))
+    before = signal.getsignal(signal.SIGINT)
+    outcomes = backends.make_all(runs, ignores_interrupts, "loky", 2, None)
+    assert [outcome.result for outcome in outcomes] == [True] * len(runs)
+    assert signal.getsignal(signal.SIGINT) == before
+    # In this process, Ctrl-C stops the run
+    alone = backends.make_all(runs, ignores_interrupts, "loky", 1, None)
+    assert [outcome.result for outcome in alone] == [False] * len(runs)
 
 
 def test_backend_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:

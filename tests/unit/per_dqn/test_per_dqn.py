@@ -4,7 +4,6 @@ import inspect
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -12,37 +11,20 @@ import torch as th
 from gymnasium import spaces
 from stable_baselines3 import DQN
 from stable_baselines3.common.callbacks import BaseCallback
-from stable_baselines3.common.logger import Logger
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 
+from model_helpers import (
+    NEXT_S,
+    S,
+    ScriptedEnv,
+    buffer_of,
+    parameters_of,
+    same,
+    silent,
+    small_model,
+)
 from sb3_per import PERDQN, PrioritizedReplayBuffer, PrioritizedReplayBufferSamples
-
-FloatArray = npt.NDArray[np.float32]
-Step = tuple[FloatArray, float, bool, bool]
-
-S = [1.0, 0.0]
-NEXT_S = [0.0, 1.0]
-
-
-class ScriptedEnv(gym.Env[FloatArray, np.int64]):
-    """Two features, three actions. Plays the steps it is given, or else stands still."""
-
-    observation_space = spaces.Box(-100.0, 100.0, (2,), np.float32)
-    action_space: spaces.Space[Any] = spaces.Discrete(3)
-
-    def __init__(self, steps: list[tuple[list[float], float, bool, bool]] | None = None) -> None:
-        self.script = iter(steps or [])
-
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[FloatArray, dict[str, Any]]:
-        super().reset(seed=seed)
-        return np.array(S, dtype=np.float32), {}
-
-    def step(self, action: np.int64) -> tuple[FloatArray, float, bool, bool, dict[str, Any]]:
-        observation, reward, terminated, truncated = next(self.script, (S, 0.0, False, False))
-        return np.array(observation, dtype=np.float32), reward, terminated, truncated, {}
 
 
 class Call(NamedTuple):
@@ -96,19 +78,6 @@ class Recorder:
         monkeypatch.setattr(buffer, "update_priorities", recording_update)
 
 
-def buffer_of(model: PERDQN) -> PrioritizedReplayBuffer:
-    assert isinstance(model.replay_buffer, PrioritizedReplayBuffer)
-    return model.replay_buffer
-
-
-def parameters_of(model: DQN) -> list[th.Tensor]:
-    return [parameter.detach().clone() for parameter in model.policy.parameters()]
-
-
-def same(one: list[th.Tensor], other: list[th.Tensor]) -> bool:
-    return all(th.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
 def make_model(env: Any = None, **kwargs: Any) -> PERDQN:
     """A model with linear Q-values, trained by plain gradient descent."""
     policy_kwargs = {"net_arch": [], "optimizer_class": th.optim.SGD}
@@ -123,8 +92,7 @@ def make_model(env: Any = None, **kwargs: Any) -> PERDQN:
         "device": "cpu",
         **kwargs,
     }
-    model = PERDQN("MlpPolicy", env or ScriptedEnv(), **kwargs)
-    model.set_logger(Logger(None, []))
+    model: PERDQN = silent(small_model(env or ScriptedEnv(), **kwargs))
     return model
 
 
@@ -319,7 +287,6 @@ def test_no_network_and_no_buffer_before_they_are_asked_for() -> None:
 def test_the_td_error_is_the_one_step_error_of_the_stored_action(
     action: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fault 38."""
     model = make_model(alpha=0.5, priority_eps=0.25)
     set_q_values(model, [2.0, -1.0, 4.0], [50.0, 60.0, 70.0], [10.0, 8.0, 9.0])
     add(model, reward=0.5, action=action)
@@ -333,7 +300,7 @@ def test_the_td_error_is_the_one_step_error_of_the_stored_action(
     assert call.indices is call.batch.indices
     np.testing.assert_array_equal(call.indices, 0)
     leaf = (abs(float(call.td_errors[0])) + 0.25) ** 0.5
-    np.testing.assert_array_equal(buffer_of(model).priorities, [leaf])
+    assert buffer_of(model).priorities.tolist() == [pytest.approx(leaf, rel=1e-14)]
 
 
 def test_the_other_actions_of_the_state_have_no_influence() -> None:
@@ -505,7 +472,6 @@ def test_the_loss_is_the_mean_of_weighted_losses(
 def test_weights_of_zero_leave_the_parameters_alone(
     loss: str, n_steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fault 35."""
     model = make_model(loss=loss, n_steps=n_steps)
     for reward in (3.0, -200.0, 0.1):
         add(model, reward)
@@ -560,7 +526,7 @@ def test_td_errors_are_those_of_the_step_that_drew_the_batch(
     errors = [float(call.td_errors) for call in recorder.calls]
     assert errors == pytest.approx([7.5, -12.5, 7.5], rel=1e-5)
     # The leaf after the last step is of that step's error, before it took effect
-    assert buffer_of(model).priorities[0] == abs(errors[-1])
+    assert buffer_of(model).priorities[0] == pytest.approx(abs(errors[-1]), rel=1e-14)
 
 
 def test_each_gradient_step_draws_once_and_then_feeds_back_once(
@@ -623,7 +589,6 @@ def test_each_step_draws_by_the_priorities_of_the_step_before(
 def test_one_update_for_each_transition_of_all_environments(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Fault 80."""
     env = DummyVecEnv([ScriptedEnv] * 4)
     model = make_model(
         env, buffer_size=100, learning_starts=0, train_freq=4, gradient_steps=-1, batch_size=2
@@ -637,7 +602,6 @@ def test_one_update_for_each_transition_of_all_environments(
 
 
 def test_no_gradient_steps_touch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fault 80."""
     model = make_model(learning_starts=0, train_freq=1, gradient_steps=0, batch_size=2)
     recorder = Recorder(model, monkeypatch)
     before = parameters_of(model)

@@ -6,18 +6,26 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch as th
 from gymnasium import spaces
 from sb3_contrib import QRDQN
 from stable_baselines3 import HerReplayBuffer
-from stable_baselines3.common.envs import BitFlippingEnv, SimpleMultiObsEnv
-from stable_baselines3.common.logger import Logger
-from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
+from stable_baselines3.common.envs import BitFlippingEnv
+from stable_baselines3.common.vec_env import VecNormalize
 
+from model_helpers import (
+    NEXT_S,
+    SAVING_MEMORY,
+    S,
+    ScriptedEnv,
+    TenStepEnv,
+    buffer_of,
+    side_by_side,
+    silent,
+    small_model,
+)
 from sb3_per import (
     PERDQN,
     PERQRDQN,
@@ -28,26 +36,7 @@ from sb3_per import (
 )
 from sb3_per.per_qrdqn.per_qrdqn import wasserstein_distance
 
-FloatArray = npt.NDArray[np.float32]
-S = [1.0, 0.0]
-NEXT_S = [0.0, 1.0]
 ZEROS = [[0.0, 0.0], [0.0, 0.0], [0.0, 0.0]]
-
-
-class StillEnv(gym.Env[FloatArray, np.int64]):
-    """Two features, three actions, nothing ever happens."""
-
-    observation_space = spaces.Box(-100.0, 100.0, (2,), np.float32)
-    action_space: spaces.Space[Any] = spaces.Discrete(3)
-
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[FloatArray, dict[str, Any]]:
-        super().reset(seed=seed)
-        return np.array(S, dtype=np.float32), {}
-
-    def step(self, action: np.int64) -> tuple[FloatArray, float, bool, bool, dict[str, Any]]:
-        return np.array(S, dtype=np.float32), 1.0, False, False, {}
 
 
 def make_model(env: Any = None, n_quantiles: int = 2, **kwargs: Any) -> PERQRDQN:
@@ -66,14 +55,7 @@ def make_model(env: Any = None, n_quantiles: int = 2, **kwargs: Any) -> PERQRDQN
         "device": "cpu",
         **kwargs,
     }
-    model = PERQRDQN("MlpPolicy", env or StillEnv(), **kwargs)
-    model.set_logger(Logger(None, []))
-    return model
-
-
-def buffer_of(model: PERQRDQN) -> PrioritizedReplayBuffer:
-    assert isinstance(model.replay_buffer, PrioritizedReplayBuffer)
-    return model.replay_buffer
+    return silent(small_model(env or ScriptedEnv(), PERQRDQN, **kwargs))
 
 
 def set_quantiles(
@@ -207,7 +189,7 @@ def test_every_argument_arrives() -> None:
     # By position, as far as QRDQN takes them so, which a swap of two would not survive
     model = PERQRDQN(
         "MlpPolicy",
-        StillEnv(),
+        ScriptedEnv(),
         *list(given.values())[:n_positional],
         **dict(list(given.items())[n_positional:]),
     )
@@ -225,7 +207,7 @@ def test_every_argument_arrives() -> None:
 
 
 def test_no_network_and_no_buffer_before_they_are_asked_for() -> None:
-    model = PERQRDQN("MlpPolicy", StillEnv(), _init_setup_model=False)
+    model = PERQRDQN("MlpPolicy", ScriptedEnv(), _init_setup_model=False)
     assert model.replay_buffer is None
     assert not hasattr(model, "policy")
 
@@ -275,7 +257,6 @@ def test_double_q_takes_the_online_choice_with_its_quantiles_of_the_target_netwo
 
 
 def test_the_error_is_zero_where_both_distributions_agree() -> None:
-    """Fault 39: and one finite number for each transition, whatever the quantiles' order."""
     quantiles = th.tensor([[3.0, -1.0, 2.0], [3.0, -1.0, 2.0], [1.0, 1.0, 1.0]])
     targets = th.tensor([[-1.0, 2.0, 3.0], [0.0, 3.0, 4.0], [1.0, 2.0, -3.0]])
     errors = wasserstein_distance(quantiles, targets)
@@ -346,7 +327,6 @@ def test_each_quantile_moves_by_its_share_times_the_weight() -> None:
 
 
 def test_weights_of_zero_leave_the_parameters_alone() -> None:
-    """Fault 35."""
     model = make_model()
     for reward in (3.0, -200.0, 0.1):
         add(model, reward)
@@ -367,7 +347,6 @@ def test_weights_of_zero_leave_the_parameters_alone() -> None:
 
 
 def test_the_batch_may_be_shorter_than_asked_for() -> None:
-    """Fault 39: nothing is expanded by the size that was asked for."""
     model = make_model()
     add(model, 1.0)
     buffer = buffer_of(model)
@@ -474,51 +453,42 @@ def test_the_log_has_the_means_of_all_gradient_steps() -> None:
 # --- what it shares with PERDQN
 
 
-SMALL: dict[str, Any] = {
-    "buffer_size": 60,
-    "learning_starts": 12,
-    "train_freq": 1,
-    "batch_size": 5,
-    "learning_rate": 0.01,
-    "policy_kwargs": {"net_arch": [8], "n_quantiles": 3},
-    "seed": 0,
-    "device": "cpu",
-}
+def random_env() -> TenStepEnv:
+    return TenStepEnv(spaces.Box(-100.0, 100.0, (2,), np.float32), spaces.Discrete(3))
+
+
+def learner(env: Any = None, **kwargs: Any) -> Any:
+    """A model that learns from random observations."""
+    policy_kwargs = {"net_arch": [8], "n_quantiles": 3}
+    return small_model(
+        env or random_env(), **{"algorithm": PERQRDQN, "policy_kwargs": policy_kwargs, **kwargs}
+    )
 
 
 @pytest.mark.parametrize(
-    ("policy", "make_env", "kwargs", "buffer_class"),
+    ("make_env", "kwargs", "buffer_class"),
     [
-        ("MultiInputPolicy", SimpleMultiObsEnv, {"n_steps": 3}, PrioritizedDictReplayBuffer),
         (
-            "MultiInputPolicy",
+            lambda: TenStepEnv(
+                spaces.Dict({"room": spaces.Discrete(9), "place": spaces.Box(-1, 1)})
+            ),
+            {"n_steps": 3},
+            PrioritizedDictReplayBuffer,
+        ),
+        (
             lambda: BitFlippingEnv(n_bits=3),
             {"replay_buffer_class": HerReplayBuffer},
             PrioritizedHerReplayBuffer,
         ),
-        (
-            "MlpPolicy",
-            StillEnv,
-            {
-                "optimize_memory_usage": True,
-                "replay_buffer_kwargs": {"handle_timeout_termination": False},
-                "n_steps": 2,
-            },
-            PrioritizedReplayBuffer,
-        ),
-        (
-            "MlpPolicy",
-            lambda: VecNormalize(DummyVecEnv([StillEnv] * 3)),
-            {},
-            PrioritizedReplayBuffer,
-        ),
+        (random_env, {**SAVING_MEMORY, "n_steps": 2}, PrioritizedReplayBuffer),
+        (lambda: VecNormalize(side_by_side(3, random_env)), {}, PrioritizedReplayBuffer),
     ],
     ids=["Dict", "HER", "memory saving", "VecNormalize"],
 )
 def test_all_kinds_of_buffers_learn_and_get_their_errors_back(
-    policy: str, make_env: Any, kwargs: dict[str, Any], buffer_class: type[PrioritizedReplayBuffer]
+    make_env: Any, kwargs: dict[str, Any], buffer_class: type[PrioritizedReplayBuffer]
 ) -> None:
-    model = PERQRDQN(policy, make_env(), **{**SMALL, **kwargs})
+    model = learner(make_env(), **kwargs)
     buffer = buffer_of(model)
     assert type(buffer) is buffer_class
     model.learn(30)
@@ -530,7 +500,7 @@ def test_all_kinds_of_buffers_learn_and_get_their_errors_back(
 def test_a_saved_run_goes_on_as_if_it_had_never_stopped(tmp_path: Path) -> None:
     def go_on(model: PERQRDQN) -> list[list[float]]:
         model.set_random_seed(1)
-        # The episode starts anew in both
+        # A new episode in both
         model.learn(20)
         return [
             *quantiles_at(model, S),
@@ -538,34 +508,33 @@ def test_a_saved_run_goes_on_as_if_it_had_never_stopped(tmp_path: Path) -> None:
             [float(model._n_updates)],
         ]
 
-    model = PERQRDQN("MlpPolicy", StillEnv(), **SMALL, alpha=0.7, beta=0.3).learn(30)
+    model = learner(alpha=0.7, beta=0.3).learn(30)
     model.save(tmp_path / "model")
     model.save_replay_buffer(tmp_path / "buffer")
-    loaded = PERQRDQN.load(tmp_path / "model", env=StillEnv(), device="cpu")
+    loaded = PERQRDQN.load(tmp_path / "model", env=random_env(), device="cpu")
     loaded.load_replay_buffer(tmp_path / "buffer")
     assert (loaded.alpha, loaded.beta, loaded.double_q) == (0.7, 0.3, False)
     assert go_on(loaded) == go_on(model)
 
 
 def test_options_given_at_load_time_take_effect(tmp_path: Path) -> None:
-    PERQRDQN("MlpPolicy", StillEnv(), **SMALL).save(tmp_path / "model")
-    loaded = PERQRDQN.load(tmp_path / "model", env=StillEnv(), alpha=0.25, double_q=True)
+    learner().save(tmp_path / "model")
+    loaded = PERQRDQN.load(tmp_path / "model", env=random_env(), alpha=0.25, double_q=True)
     assert (loaded.alpha, loaded.double_q, buffer_of(loaded).alpha) == (0.25, True, 0.25)
     with pytest.raises(ValueError, match=r"`alpha`.*got -1"):
-        PERQRDQN.load(tmp_path / "model", env=StillEnv(), alpha=-1)
+        PERQRDQN.load(tmp_path / "model", env=random_env(), alpha=-1)
 
 
 def test_zips_of_qrdqn_are_understood_and_understand_ours(tmp_path: Path) -> None:
-    """Fault 64."""
-    plain = QRDQN("MlpPolicy", StillEnv(), **SMALL).learn(20)
+    plain = learner(algorithm=QRDQN).learn(20)
     plain.save(tmp_path / "plain")
-    loaded = PERQRDQN.load(tmp_path / "plain", env=StillEnv(), device="cpu").learn(20)
+    loaded = PERQRDQN.load(tmp_path / "plain", env=random_env(), device="cpu").learn(20)
     assert type(buffer_of(loaded)) is PrioritizedReplayBuffer
     assert loaded.alpha == 0.6
     assert len(set(buffer_of(loaded).priorities)) > 1
 
     loaded.save(tmp_path / "prioritized")
-    back = QRDQN.load(tmp_path / "prioritized", env=StillEnv(), device="cpu")
+    back = QRDQN.load(tmp_path / "prioritized", env=random_env(), device="cpu")
     observations = np.random.normal(size=(50, 2)).astype(np.float32)
     ours, theirs = (model.predict(observations, deterministic=True)[0] for model in (loaded, back))
     np.testing.assert_array_equal(ours, theirs)
@@ -574,7 +543,7 @@ def test_zips_of_qrdqn_are_understood_and_understand_ours(tmp_path: Path) -> Non
 
 def test_tensorboard_gets_a_name_of_its_own(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="needs the extra `experiments`")
-    PERQRDQN("MlpPolicy", StillEnv(), **SMALL, tensorboard_log=str(tmp_path)).learn(2)
+    learner(tensorboard_log=str(tmp_path)).learn(2)
     assert [path.name for path in tmp_path.iterdir()] == ["PERQRDQN_1"]
 
 

@@ -11,32 +11,30 @@ import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.buffers import DictReplayBuffer, NStepReplayBuffer, ReplayBuffer
 
+from buffer_helpers import ACTIONS, assert_same_batches
+from buffer_helpers import OBSERVATIONS as BOX
 from sb3_per import (
     PrioritizedDictReplayBuffer,
     PrioritizedDictReplayBufferSamples,
     PrioritizedReplayBuffer,
 )
 
-Array = npt.NDArray[Any]
-
-BOX = spaces.Box(-np.inf, np.inf, (2,), np.float64)
 SPACE = spaces.Dict(
     {"place": BOX, "room": spaces.Discrete(50), "camera": spaces.Box(0, 255, (1, 2, 2), np.uint8)}
 )
-ACTIONS = spaces.Discrete(4)
 
 
-def make(
+def make_dict_buffer(
     rows: int, n_adds: int = 0, n_envs: int = 1, **options: Any
 ) -> PrioritizedDictReplayBuffer:
     """With alpha = 1 and eps = 0 a priority is the absolute error."""
     base = {"alpha": 1.0, "eps": 0.0, **options}
     buffer = PrioritizedDictReplayBuffer(rows * n_envs, SPACE, ACTIONS, "cpu", n_envs, **base)
-    add(buffer, n_adds)
+    add_episodes(buffer, n_adds)
     return buffer
 
 
-def observe(k: int, n_envs: int) -> dict[str, Array]:
+def observe(k: int, n_envs: int) -> dict[str, npt.NDArray[Any]]:
     """All keys tell ``k`` and the environment."""
     numbers = k * n_envs + np.arange(n_envs)
     return {
@@ -46,7 +44,7 @@ def observe(k: int, n_envs: int) -> dict[str, Array]:
     }
 
 
-def add(buffer: ReplayBuffer, n_adds: int = 1, first: int = 0) -> None:
+def add_episodes(buffer: ReplayBuffer, n_adds: int = 1, first: int = 0) -> None:
     """Row ``k``: observations ``k``, then ``k + 1``; reward ``k * n_envs + env``; 4th ends."""
     n = buffer.n_envs
     for k in range(first, first + n_adds):
@@ -57,36 +55,19 @@ def add(buffer: ReplayBuffer, n_adds: int = 1, first: int = 0) -> None:
         buffer.add(obs, next_obs, np.full(n, k % 4), rewards, done, [{}] * n)
 
 
-def batch_of(buffer: PrioritizedDictReplayBuffer, batch_size: int = 64, seed: int = 0) -> Any:
+def draw(buffer: PrioritizedDictReplayBuffer, batch_size: int = 64, seed: int = 0) -> Any:
     np.random.seed(seed)
     return buffer.sample(batch_size)
-
-
-def values_of(batch: Any) -> list[Any]:
-    """All the fields of a batch, the keys of its dicts one by one."""
-    values: list[Any] = []
-    for value in batch:
-        values.extend(value.values() if isinstance(value, dict) else [value])
-    return [None if value is None else np.asarray(value) for value in values]
-
-
-def assert_same_batches(
-    one: PrioritizedDictReplayBuffer, other: PrioritizedDictReplayBuffer
-) -> None:
-    for seed in range(3):
-        ours, theirs = (values_of(batch_of(buffer, 16, seed)) for buffer in (one, other))
-        for mine, its in zip(ours, theirs, strict=True):
-            np.testing.assert_array_equal(mine, its)
 
 
 # --- what it is ---
 
 
 def test_it_is_a_buffer_of_both_families_and_so_are_its_batches() -> None:
-    buffer = make(4, n_adds=3)
+    buffer = make_dict_buffer(4, n_adds=3)
     assert isinstance(buffer, PrioritizedReplayBuffer)
     assert isinstance(buffer, DictReplayBuffer)
-    batch = batch_of(buffer, 5)
+    batch = draw(buffer, 5)
     assert type(batch) is PrioritizedDictReplayBufferSamples
     assert list(batch.observations) == list(batch.next_observations) == list(SPACE.spaces)
     for values in (batch.observations, batch.next_observations):
@@ -113,7 +94,7 @@ def test_other_spaces_are_refused_by_name_before_memory_is_asked_for(
 @pytest.mark.parametrize("n_steps", [1, 3])
 def test_saving_memory_is_refused_and_both_are_named(n_steps: int, timeouts: bool) -> None:
     with pytest.raises(ValueError, match=r"`optimize_memory_usage=True`.*Dict") as error:
-        make(10**15, optimize_memory_usage=True, handle_timeout_termination=timeouts)
+        make_dict_buffer(10**15, optimize_memory_usage=True, handle_timeout_termination=timeouts)
     assert "'place': Box" in str(error.value)
 
 
@@ -123,7 +104,7 @@ def test_saving_memory_is_refused_and_both_are_named(n_steps: int, timeouts: boo
 )
 def test_wrong_options_are_refused_with_name_and_value(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"`{name}`.*{value!r}"):
-        make(4, **{name: value})
+        make_dict_buffer(4, **{name: value})
 
 
 # --- what it stores ---
@@ -131,7 +112,7 @@ def test_wrong_options_are_refused_with_name_and_value(name: str, value: Any) ->
 
 @pytest.mark.parametrize("n_envs", [1, 3])
 def test_add_leaves_the_callers_dicts_and_arrays_alone(n_envs: int) -> None:
-    buffer = make(4, n_envs=n_envs)
+    buffer = make_dict_buffer(4, n_envs=n_envs)
     obs, next_obs = observe(3, n_envs), observe(4, n_envs)
     given = [dict(obs), dict(next_obs)]
     before = copy.deepcopy(given)
@@ -147,20 +128,20 @@ def test_add_leaves_the_callers_dicts_and_arrays_alone(n_envs: int) -> None:
 
 
 def test_what_is_stored_does_not_change_with_the_callers_arrays() -> None:
-    buffer = make(4)
+    buffer = make_dict_buffer(4)
     obs, next_obs = observe(3, 1), observe(4, 1)
     buffer.add(obs, next_obs, np.zeros(1), np.zeros(1), np.zeros(1), [{}])
     for values in (*obs.values(), *next_obs.values()):
         values[...] = 0
-    batch = batch_of(buffer, 4)
+    batch = draw(buffer, 4)
     assert (batch.observations["place"] == 3).all()
     assert (batch.next_observations["room"] == 4).all()
 
 
 @pytest.mark.parametrize("n_envs", [1, 2, 3])
 def test_all_keys_come_from_the_row_and_env_of_the_index(n_envs: int) -> None:
-    buffer = make(5, n_adds=8, n_envs=n_envs)
-    batch = batch_of(buffer, 10 * n_envs)
+    buffer = make_dict_buffer(5, n_adds=8, n_envs=n_envs)
+    batch = draw(buffer, 10 * n_envs)
     assert set(batch.indices) == set(range(5 * n_envs))
     rows, envs = np.divmod(batch.indices, n_envs)
     added = rows + np.where(rows < 3, 5, 0)
@@ -184,14 +165,14 @@ def test_discrete_keys_of_several_envs_may_come_in_both_shapes(form: str) -> Non
     given = {"room": rooms if form == "one number an env" else rooms[:, None]}
     buffer.add(given, given, np.zeros(3), np.zeros(3), np.zeros(3), [{}] * 3)
     np.testing.assert_array_equal(buffer.observations["room"][0], rooms[:, None])
-    batch = batch_of(buffer, 6)
+    batch = draw(buffer, 6)
     np.testing.assert_array_equal(batch.observations["room"][:, 0], rooms[batch.indices])
 
 
 def test_batches_are_copies() -> None:
-    buffer = make(4, n_adds=4)
+    buffer = make_dict_buffer(4, n_adds=4)
     stored = copy.deepcopy((buffer.observations, buffer.next_observations))
-    batch = batch_of(buffer)
+    batch = draw(buffer)
     for values in (*batch.observations.values(), *batch.next_observations.values()):
         values.zero_()
     for mine, its in zip((buffer.observations, buffer.next_observations), stored, strict=True):
@@ -203,29 +184,29 @@ def test_batches_are_copies() -> None:
 
 
 def test_priorities_are_those_of_the_parent_class() -> None:
-    buffer = make(4, n_adds=3, n_envs=2)
+    buffer = make_dict_buffer(4, n_adds=3, n_envs=2)
     np.testing.assert_array_equal(buffer.priorities, np.ones(6))
     buffer.update_priorities([0, 1, 2, 3, 4, 5], [0.5, -3.0, 2.0, 0.0, 1.0, 1.0])
     np.testing.assert_array_equal(buffer.priorities, [0.5, 3.0, 2.0, 0.0, 1.0, 1.0])
-    add(buffer, 2, first=3)
+    add_episodes(buffer, 2, first=3)
     # Env 0 and 1 of row 0 were overwritten, at the largest priority of that moment
     np.testing.assert_array_equal(buffer.priorities, [3.0, 3.0, 2.0, 0.0, 1.0, 1.0, 3.0, 3.0])
     assert buffer.tree.check_valid() == (True, "")
-    assert 3 not in batch_of(buffer, 500).indices
+    assert 3 not in draw(buffer, 500).indices
 
 
 def test_weights_follow_from_the_leaves() -> None:
-    buffer = make(8, n_adds=8, beta=0.5)
+    buffer = make_dict_buffer(8, n_adds=8, beta=0.5)
     buffer.update_priorities(range(8), np.arange(1.0, 9.0))
-    batch = batch_of(buffer, 100)
+    batch = draw(buffer, 100)
     weights = (8 * buffer.probabilities[batch.indices]) ** -0.5
     np.testing.assert_allclose(batch.weights.numpy()[:, 0], weights / weights.max(), rtol=1e-6)
 
 
 def test_an_empty_buffer_is_refused() -> None:
     with pytest.raises(ValueError, match="empty"):
-        make(4).sample(2)
-    buffer = make(4, n_adds=3)
+        make_dict_buffer(4).sample(2)
+    buffer = make_dict_buffer(4, n_adds=3)
     buffer.reset()
     with pytest.raises(ValueError, match="empty"):
         buffer.sample(2)
@@ -241,7 +222,7 @@ def test_n_step_batches_are_those_of_the_buffer_for_other_observations(
     n_adds: int, n_envs: int, n_steps: int
 ) -> None:
     options: dict[str, Any] = {"n_steps": n_steps, "gamma": 0.9, "alpha": 1.0, "eps": 0.0}
-    ours = make(6, n_adds, n_envs, **options)
+    ours = make_dict_buffer(6, n_adds, n_envs, **options)
     theirs = PrioritizedReplayBuffer(6 * n_envs, BOX, ACTIONS, "cpu", n_envs, **options)
     for k in range(n_adds):
         obs, next_obs = observe(k, n_envs)["place"], observe(k + 1, n_envs)["place"]
@@ -263,8 +244,8 @@ def test_n_step_batches_are_those_of_the_buffer_for_other_observations(
 
 
 def test_n_step_returns_by_hand() -> None:
-    buffer = make(6, n_adds=6, n_steps=3, gamma=0.5)
-    batch = batch_of(buffer, 24)
+    buffer = make_dict_buffer(6, n_adds=6, n_steps=3, gamma=0.5)
+    batch = draw(buffer, 24)
     # The episode of rows 0 to 3 ends with row 3; row 5 is the newest
     returns = {0: 0 + 0.5 + 0.5, 1: 1 + 1 + 0.75, 2: 2 + 1.5, 3: 3, 4: 4 + 2.5, 5: 5}
     length = {0: 3, 1: 3, 2: 2, 3: 1, 4: 2, 5: 1}
@@ -284,7 +265,7 @@ def test_n_step_returns_by_hand() -> None:
 @pytest.mark.parametrize("n_steps", [1, 3])
 @pytest.mark.parametrize("n_adds", [0, 3, 9])
 def test_a_pickle_brings_everything_back(n_adds: int, n_steps: int, n_envs: int) -> None:
-    buffer = make(6, n_adds, n_envs, n_steps=n_steps, beta=0.25)
+    buffer = make_dict_buffer(6, n_adds, n_envs, n_steps=n_steps, beta=0.25)
     n = buffer.n_transitions
     buffer.update_priorities(np.arange(n), np.linspace(0.1, 5.0, n) ** 3)
     twin = pickle.loads(pickle.dumps(buffer))
@@ -295,7 +276,7 @@ def test_a_pickle_brings_everything_back(n_adds: int, n_steps: int, n_envs: int)
     if n:
         assert_same_batches(twin, buffer)
     for each in (twin, buffer):
-        add(each, 2, first=n_adds)
+        add_episodes(each, 2, first=n_adds)
     np.testing.assert_array_equal(twin.tree[:], buffer.tree[:])
     assert_same_batches(twin, buffer)
 
@@ -304,19 +285,19 @@ def test_a_pickle_brings_everything_back(n_adds: int, n_steps: int, n_envs: int)
 @pytest.mark.parametrize("n_adds", [0, 3, 9])
 def test_a_buffer_of_sb3_is_taken_over(n_adds: int, n_envs: int) -> None:
     plain = DictReplayBuffer(6 * n_envs, SPACE, ACTIONS, "cpu", n_envs)
-    add(plain, n_adds)
+    add_episodes(plain, n_adds)
     options: dict[str, Any] = {"alpha": 1.0, "eps": 0.0, "n_steps": 2, "gamma": 0.5, "beta": 0.75}
     buffer = PrioritizedDictReplayBuffer.from_replay_buffer(plain, **options)
     assert type(buffer) is PrioritizedDictReplayBuffer
     n = min(n_adds, 6) * n_envs
     np.testing.assert_array_equal(buffer.priorities, np.ones(n))
     assert buffer.tree.total == n
-    twin = make(6, n_adds, n_envs, **options)
+    twin = make_dict_buffer(6, n_adds, n_envs, **options)
     assert {name: getattr(buffer, name) for name in options} == options
     if n:
         assert_same_batches(buffer, twin)
     for each in (buffer, twin):
-        add(each, 2, first=n_adds)
+        add_episodes(each, 2, first=n_adds)
     assert_same_batches(buffer, twin)
     assert_same_batches(pickle.loads(pickle.dumps(buffer)), twin)
 
@@ -326,7 +307,7 @@ def test_buffers_of_another_kind_are_not_taken_over() -> None:
         with pytest.raises(ValueError, match=f"SB3's DictReplayBuffer, got a {kind.__name__}"):
             PrioritizedDictReplayBuffer.from_replay_buffer(kind(6, BOX, ACTIONS, "cpu"))
     with pytest.raises(ValueError, match="PrioritizedDictReplayBuffer"):
-        PrioritizedDictReplayBuffer.from_replay_buffer(make(4))
+        PrioritizedDictReplayBuffer.from_replay_buffer(make_dict_buffer(4))
     plain = DictReplayBuffer(6, SPACE, ACTIONS, "cpu")
     with pytest.raises(ValueError, match="alpha"):
         PrioritizedDictReplayBuffer.from_replay_buffer(plain, alpha=-1)

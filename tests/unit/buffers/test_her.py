@@ -19,10 +19,8 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecNormalize
 from stable_baselines3.her.goal_selection_strategy import GoalSelectionStrategy
 from stable_baselines3.her.her_replay_buffer import HerReplayBuffer
 
+from buffer_helpers import ACTIONS, Array, FloatArray, assert_same_batches, random_state
 from sb3_per import PrioritizedDictReplayBuffer, PrioritizedHerReplayBuffer
-
-Array = npt.NDArray[Any]
-FloatArray = npt.NDArray[np.float64]
 
 GOAL = spaces.Box(-np.inf, np.inf, (1,), np.float32)
 SPACE = spaces.Dict(
@@ -32,7 +30,6 @@ SPACE = spaces.Dict(
         "desired_goal": GOAL,
     }
 )
-ACTIONS = spaces.Discrete(4)
 STRATEGIES = ("future", "final", "episode")
 TRUNCATION = "The last trajectory in the replay buffer will be truncated"
 
@@ -56,7 +53,7 @@ def side_by_side(n_envs: int) -> VecEnv:
     return DummyVecEnv([GoalEnv] * n_envs)
 
 
-def make(rows: int, n_envs: int = 1, **options: Any) -> PrioritizedHerReplayBuffer:
+def make_her(rows: int, n_envs: int = 1, **options: Any) -> PrioritizedHerReplayBuffer:
     """With alpha = 1 and eps = 0 a priority is the absolute error."""
     return PrioritizedHerReplayBuffer(
         rows * n_envs,
@@ -230,7 +227,7 @@ class History:
         np.testing.assert_array_equal(buffer.priorities, self.leaves[: buffer.n_transitions])
 
     def goals(self, index: int, strategy: str) -> list[int]:
-        """What a transition may be relabelled with."""
+        """What a transition may be relabeled with."""
         episode = self.episode_of(index)
         if strategy == "future":
             episode = episode[episode.index(index) :]
@@ -239,16 +236,16 @@ class History:
         return [self.stored[place].next_number for place in episode]
 
     def check_batch(
-        self, batch: Any, strategy: str, n_relabelled: int, bonus: bool = False
+        self, batch: Any, strategy: str, n_relabeled: int, bonus: bool = False
     ) -> npt.NDArray[np.bool_]:
-        """:return: which ones are relabelled"""
-        relabelled = batch.observations["desired_goal"].numpy()[:, 0] > 0
-        assert relabelled.sum() == n_relabelled
+        """:return: which ones are relabeled"""
+        relabeled = batch.observations["desired_goal"].numpy()[:, 0] > 0
+        assert relabeled.sum() == n_relabeled
         for at, index in enumerate(batch.indices.tolist()):
             stored, env = self.stored[index], index % self.n_envs
             assert self.leaves[index] > 0.0
             goal, reward = stored.wanted, stored.reward
-            if relabelled[at]:
+            if relabeled[at]:
                 goal = int(batch.observations["desired_goal"][at].item())
                 assert goal in self.goals(index, strategy)
                 reward = -1.0 - abs(stored.next_number - goal) - bonus * stored.number
@@ -262,33 +259,11 @@ class History:
             assert batch.rewards[at].tolist() == [reward]
             assert batch.actions[at].tolist() == [stored.action]
             assert batch.dones[at].tolist() == [float(stored.done and not stored.timeout)]
-        return np.asarray(relabelled)
+        return np.asarray(relabeled)
 
 
 def sample(buffer: PrioritizedHerReplayBuffer, batch_size: int, env: Any = None) -> Any:
     return buffer.sample(batch_size, env)
-
-
-def values_of(batch: Any) -> list[Any]:
-    """All the fields of a batch, the keys of its dicts one by one."""
-    values: list[Any] = []
-    for value in batch:
-        values.extend(value.values() if isinstance(value, dict) else [value])
-    return [None if value is None else np.asarray(value) for value in values]
-
-
-def assert_same_batches(one: PrioritizedHerReplayBuffer, other: PrioritizedHerReplayBuffer) -> None:
-    for seed in range(3):
-        drawn = []
-        for buffer in (one, other):
-            np.random.seed(seed)
-            drawn.append(values_of(buffer.sample(16)))
-        for mine, its in zip(*drawn, strict=True):
-            np.testing.assert_array_equal(mine, its)
-
-
-def random_state() -> bytes:
-    return pickle.dumps(np.random.get_state())
 
 
 # --- which transitions have mass ---
@@ -303,7 +278,7 @@ def test_random_histories_match_the_specification_and_sb3(
     rng = np.random.default_rng(seed)
     rows = int(rng.integers(1, 14))
     strategy = STRATEGIES[seed % 3]
-    ours = make(rows, n_envs, goal_selection_strategy=strategy)
+    ours = make_her(rows, n_envs, goal_selection_strategy=strategy)
     theirs = make_plain(rows, n_envs)
     history = History(rows, n_envs, ours, theirs)
     for step in range(8 * rows + 20):
@@ -328,7 +303,7 @@ def test_random_histories_match_the_specification_and_sb3(
 
 
 def test_an_episode_has_no_mass_until_it_is_over() -> None:
-    buffer = make(8)
+    buffer = make_her(8)
     history = History(8, 1, buffer)
     for _ in range(3):
         history.add(False)
@@ -342,7 +317,7 @@ def test_an_episode_has_no_mass_until_it_is_over() -> None:
 
 
 def test_each_env_has_its_own_episodes() -> None:
-    buffer = make(4, 3)
+    buffer = make_her(4, 3)
     history = History(4, 3, buffer)
     history.add(False, True, False)
     np.testing.assert_array_equal(buffer.tree[:3], [0, 1, 0])
@@ -354,7 +329,7 @@ def test_each_env_has_its_own_episodes() -> None:
 
 
 def test_an_episode_enters_at_the_largest_priority_of_the_moment_it_ends() -> None:
-    buffer = make(12)
+    buffer = make_her(12)
     history = History(12, 1, buffer)
     history.add_episodes(2)
     buffer.update_priorities([0, 1], [7.0, 2.0])
@@ -369,7 +344,7 @@ def test_an_episode_enters_at_the_largest_priority_of_the_moment_it_ends() -> No
 
 
 def test_an_episode_enters_at_1_when_no_other_has_mass() -> None:
-    buffer = make(6)
+    buffer = make_her(6)
     history = History(6, 1, buffer)
     history.add_episodes(2)
     buffer.update_priorities([0, 1], [0.0, 0.0])
@@ -378,7 +353,7 @@ def test_an_episode_enters_at_1_when_no_other_has_mass() -> None:
 
 
 def test_what_is_being_overwritten_counts_in_the_largest_priority() -> None:
-    buffer = make(4)
+    buffer = make_her(4)
     history = History(4, 1, buffer)
     history.add_episodes(2, 2)
     buffer.update_priorities(range(4), [2.0, 9.0, 1.0, 1.0])
@@ -387,8 +362,8 @@ def test_what_is_being_overwritten_counts_in_the_largest_priority() -> None:
     np.testing.assert_array_equal(buffer.tree[:], [9, 0, 1, 1])
 
 
-def test_an_outlier_that_has_gone_leaves_no_trace() -> None:
-    buffer = make(4)
+def test_the_maximum_falls_with_the_episode_that_held_it() -> None:
+    buffer = make_her(4)
     history = History(4, 1, buffer)
     history.add_episodes(2, 2)
     buffer.update_priorities(range(4), [1000.0, 1.0, 1.0, 1.5])
@@ -400,7 +375,7 @@ def test_an_outlier_that_has_gone_leaves_no_trace() -> None:
 
 @pytest.mark.parametrize("n_envs", [1, 3])
 def test_a_broken_episode_loses_its_mass_at_once(n_envs: int) -> None:
-    buffer = make(6, n_envs)
+    buffer = make_her(6, n_envs)
     history = History(6, n_envs, buffer)
     others = [False] * (n_envs - 1)
     for step in range(6):
@@ -416,7 +391,7 @@ def test_a_broken_episode_loses_its_mass_at_once(n_envs: int) -> None:
 
 
 def test_an_episode_across_the_end_of_the_ring() -> None:
-    buffer = make(7, n_sampled_goal=1)
+    buffer = make_her(7, n_sampled_goal=1)
     history = History(7, 1, buffer)
     history.add_episodes(3, 2, 4)
     # Rows 5, 6, 0, 1; the first episode is broken, its row 2 is left over
@@ -434,7 +409,7 @@ def test_an_episode_across_the_end_of_the_ring() -> None:
 
 @pytest.mark.parametrize("length", [5, 6, 7, 11, 13])
 def test_episodes_longer_than_the_buffer_are_as_in_sb3(length: int) -> None:
-    ours, theirs = make(6), make_plain(6)
+    ours, theirs = make_her(6), make_plain(6)
     history = History(6, 1, ours, theirs)
     history.add_episodes(2, length)
     np.testing.assert_array_equal(ours.tree[:] > 0, theirs.ep_length[:, 0] > 0)
@@ -453,7 +428,7 @@ def test_episodes_longer_than_the_buffer_are_as_in_sb3(length: int) -> None:
 def test_a_batch_has_stored_transitions_with_goals_of_their_own_episode(
     n_envs: int, strategy: str
 ) -> None:
-    buffer = make(20, n_envs, goal_selection_strategy=strategy)
+    buffer = make_her(20, n_envs, goal_selection_strategy=strategy)
     history = History(20, n_envs, buffer)
     rng = np.random.default_rng(0)
     for _ in range(33):
@@ -461,8 +436,8 @@ def test_a_batch_has_stored_transitions_with_goals_of_their_own_episode(
     seen: dict[int, set[int]] = {}
     for _ in range(60):
         batch = sample(buffer, 50)
-        relabelled = history.check_batch(batch, strategy, 40)
-        for at in np.flatnonzero(relabelled):
+        relabeled = history.check_batch(batch, strategy, 40)
+        for at in np.flatnonzero(relabeled):
             goal = int(batch.observations["desired_goal"][at].item())
             seen.setdefault(int(batch.indices[at]), set()).add(goal)
     # All that may be drawn was drawn, with every goal that it may get
@@ -473,7 +448,7 @@ def test_a_batch_has_stored_transitions_with_goals_of_their_own_episode(
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_goals_are_drawn_uniformly(strategy: str) -> None:
-    buffer = make(8, goal_selection_strategy=strategy, n_sampled_goal=math.inf)
+    buffer = make_her(8, goal_selection_strategy=strategy, n_sampled_goal=math.inf)
     history = History(8, 1, buffer)
     history.add_episodes(4)
     n = 4000
@@ -491,8 +466,8 @@ def test_goals_are_drawn_uniformly(strategy: str) -> None:
 
 @pytest.mark.parametrize("batch_size", [1, 2, 7, 64])
 @pytest.mark.parametrize("n_sampled_goal", [0, 1, 2, 4, 9])
-def test_how_many_are_relabelled(n_sampled_goal: int, batch_size: int) -> None:
-    buffer = make(10, n_sampled_goal=n_sampled_goal)
+def test_how_many_are_relabeled(n_sampled_goal: int, batch_size: int) -> None:
+    buffer = make_her(10, n_sampled_goal=n_sampled_goal)
     history = History(10, 1, buffer)
     history.add_episodes(3, 4)
     # As SB3 rounds
@@ -501,8 +476,8 @@ def test_how_many_are_relabelled(n_sampled_goal: int, batch_size: int) -> None:
         history.check_batch(buffer.sample(batch_size), "future", expected)
 
 
-def relabelled_shares(buffer: PrioritizedHerReplayBuffer, history: History, n: int) -> FloatArray:
-    """How often each place in a batch of 10 is relabelled; four of five are."""
+def relabeled_shares(buffer: PrioritizedHerReplayBuffer, history: History, n: int) -> FloatArray:
+    """How often each place in a batch of 10 is relabeled; four of five are."""
     counts = np.zeros(10)
     for _ in range(n):
         batch = sample(buffer, 10)
@@ -511,30 +486,30 @@ def relabelled_shares(buffer: PrioritizedHerReplayBuffer, history: History, n: i
     return counts / n
 
 
-def assert_relabelled_at_random(shares: FloatArray) -> None:
+def assert_relabeled_at_random(shares: FloatArray) -> None:
     # Five standard deviations of 400 draws
     np.testing.assert_allclose(shares, 0.8, atol=5.0 * math.sqrt(0.8 * 0.2 / 400))
 
 
-def test_which_ones_are_relabelled_is_random() -> None:
+def test_which_ones_are_relabeled_is_random() -> None:
     # The draw comes in the order of the rows: the first ones would always be the oldest.
-    buffer = make(10)
+    buffer = make_her(10)
     history = History(10, 1, buffer)
     history.add_episodes(3, 2, 4, 1)
-    assert_relabelled_at_random(relabelled_shares(buffer, history, 400))
+    assert_relabeled_at_random(relabeled_shares(buffer, history, 400))
 
 
 def test_the_check_finds_the_first_ones_of_a_draw_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    buffer = make(10)
+    buffer = make_her(10)
     history = History(10, 1, buffer)
     history.add_episodes(3, 2, 4, 1)
     monkeypatch.setattr(np.random, "permutation", np.arange)
     with pytest.raises(AssertionError):
-        assert_relabelled_at_random(relabelled_shares(buffer, history, 400))
+        assert_relabeled_at_random(relabeled_shares(buffer, history, 400))
 
 
 def test_relabelling_leaves_the_stored_transitions_alone() -> None:
-    buffer = make(10, 2)
+    buffer = make_her(10, 2)
     history = History(10, 2, buffer)
     for step in range(13):
         history.add(step % 3 == 2, step % 4 == 3)
@@ -553,7 +528,7 @@ def test_relabelling_leaves_the_stored_transitions_alone() -> None:
 @pytest.mark.parametrize("end", [True, "timeout"])
 @pytest.mark.parametrize("handled", [True, False])
 def test_timeouts_are_no_end_unless_told_otherwise(handled: bool, end: bool | str) -> None:
-    buffer = make(4, handle_timeout_termination=handled)
+    buffer = make_her(4, handle_timeout_termination=handled)
     history = History(4, 1, buffer)
     history.add_episodes(3, last=end)
     batch = sample(buffer, 9)
@@ -575,17 +550,17 @@ def normalizer(n_envs: int) -> VecNormalize:
 
 
 @pytest.mark.parametrize("normalized", [False, True])
-@pytest.mark.parametrize("relabelled", [False, True])
+@pytest.mark.parametrize("relabeled", [False, True])
 @pytest.mark.parametrize("n_envs", [1, 3])
 def test_rows_are_those_of_sb3_to_the_last_bit(
-    n_envs: int, relabelled: bool, normalized: bool
+    n_envs: int, relabeled: bool, normalized: bool
 ) -> None:
-    # None or all of them relabelled; the goal of the strategy "final" is no matter of chance.
+    # None or all of them relabeled; the goal of the strategy "final" is no matter of chance.
     options: dict[str, Any] = {
-        "n_sampled_goal": math.inf if relabelled else 0,
+        "n_sampled_goal": math.inf if relabeled else 0,
         "goal_selection_strategy": "final",
     }
-    ours, theirs = make(9, n_envs, **options), make_plain(9, n_envs, **options)
+    ours, theirs = make_her(9, n_envs, **options), make_plain(9, n_envs, **options)
     history = History(9, n_envs, ours, theirs)
     for step in range(14):
         ends = [(step + env) % 4 == 3 for env in range(n_envs)]
@@ -593,7 +568,7 @@ def test_rows_are_those_of_sb3_to_the_last_bit(
     env = normalizer(n_envs) if normalized else None
     batch = sample(ours, 40, env)
     rows, envs = np.divmod(batch.indices, n_envs)
-    get = theirs._get_virtual_samples if relabelled else theirs._get_real_samples
+    get = theirs._get_virtual_samples if relabeled else theirs._get_real_samples
     expected: Any = get(rows, envs, env)
     pairs = [(getattr(batch, name), getattr(expected, name)) for name in ("actions", "dones")]
     pairs.append((batch.rewards, expected.rewards))
@@ -608,7 +583,7 @@ def test_rows_are_those_of_sb3_to_the_last_bit(
 
 @pytest.mark.parametrize("n_envs", [1, 3])
 def test_infos_are_handed_to_compute_reward_if_asked_for(n_envs: int) -> None:
-    buffer = make(9, n_envs, copy_info_dict=True)
+    buffer = make_her(9, n_envs, copy_info_dict=True)
     history = History(9, n_envs, buffer)
     for step in range(14):
         history.add(*[(step + env) % 4 == 3 for env in range(n_envs)])
@@ -618,7 +593,7 @@ def test_infos_are_handed_to_compute_reward_if_asked_for(n_envs: int) -> None:
 
 
 def test_infos_are_not_kept_otherwise() -> None:
-    buffer = make(9)
+    buffer = make_her(9)
     History(9, 1, buffer).add_episodes(4)
     assert not any(buffer.infos.ravel())
 
@@ -628,7 +603,7 @@ def test_infos_are_not_kept_otherwise() -> None:
 
 @pytest.mark.parametrize("normalization", ["batch", "buffer"])
 def test_weights_and_indices_agree_with_the_leaves(normalization: str) -> None:
-    buffer = make(12, 2, beta=0.5, weight_normalization=normalization)
+    buffer = make_her(12, 2, beta=0.5, weight_normalization=normalization)
     history = History(12, 2, buffer)
     for step in range(15):
         history.add(step % 3 == 2, step % 5 == 4)
@@ -651,7 +626,7 @@ def test_weights_and_indices_agree_with_the_leaves(normalization: str) -> None:
 
 
 def test_an_update_on_unfinished_rows_changes_nothing() -> None:
-    buffer = make(8, 2)
+    buffer = make_her(8, 2)
     history = History(8, 2, buffer)
     for step in range(5):
         history.add(step == 2, False)
@@ -662,7 +637,7 @@ def test_an_update_on_unfinished_rows_changes_nothing() -> None:
 
 
 def test_an_update_on_broken_rows_changes_nothing() -> None:
-    buffer = make(6)
+    buffer = make_her(6)
     history = History(6, 1, buffer)
     history.add_episodes(3, 3)
     batch = buffer.sample(12)
@@ -674,7 +649,7 @@ def test_an_update_on_broken_rows_changes_nothing() -> None:
 
 
 def test_late_errors_count_for_the_episode_that_is_there_by_then() -> None:
-    buffer = make(4)
+    buffer = make_her(4)
     history = History(4, 1, buffer)
     history.add_episodes(2, 2)
     batch = buffer.sample(8)
@@ -687,7 +662,7 @@ def test_late_errors_count_for_the_episode_that_is_there_by_then() -> None:
 
 @pytest.mark.parametrize("n_envs", [1, 3])
 def test_sampling_before_the_first_end_is_refused_with_a_hint(n_envs: int) -> None:
-    buffer = make(6, n_envs)
+    buffer = make_her(6, n_envs)
     with pytest.raises(ValueError, match="empty"):
         buffer.sample(2)
     history = History(6, n_envs, buffer)
@@ -701,7 +676,7 @@ def test_sampling_before_the_first_end_is_refused_with_a_hint(n_envs: int) -> No
 
 
 def test_no_error_left_is_refused_naming_eps() -> None:
-    buffer = make(6)
+    buffer = make_her(6)
     history = History(6, 1, buffer)
     history.add_episodes(3)
     buffer.update_priorities([0, 1, 2], [0.0, 0.0, 0.0])
@@ -715,7 +690,7 @@ def test_no_error_left_is_refused_naming_eps() -> None:
 @pytest.mark.parametrize("n_envs", [1, 3])
 @pytest.mark.parametrize("n_adds", [4, 11])
 def test_truncation_lets_running_episodes_in(n_adds: int, n_envs: int) -> None:
-    buffer = make(6, n_envs)
+    buffer = make_her(6, n_envs)
     history = History(6, n_envs, buffer)
     for step in range(n_adds):
         # Env 0 ends with the last row, so that there is nothing to cut off
@@ -743,7 +718,7 @@ def test_truncation_lets_running_episodes_in(n_adds: int, n_envs: int) -> None:
 
 
 def test_truncation_enters_at_the_largest_priority_of_the_moment() -> None:
-    buffer = make(6)
+    buffer = make_her(6)
     history = History(6, 1, buffer)
     history.add_episodes(2)
     history.add(False)
@@ -758,7 +733,7 @@ def test_truncation_enters_at_the_largest_priority_of_the_moment() -> None:
 @pytest.mark.parametrize("n_envs", [1, 3])
 @pytest.mark.parametrize("n_adds", [0, 5, 14])
 def test_a_pickle_brings_everything_back_but_the_env(n_adds: int, n_envs: int) -> None:
-    buffer = make(8, n_envs, beta=0.25, n_sampled_goal=2, goal_selection_strategy="episode")
+    buffer = make_her(8, n_envs, beta=0.25, n_sampled_goal=2, goal_selection_strategy="episode")
     history = History(8, n_envs, buffer)
     for step in range(n_adds):
         history.add(*[(step + env) % 3 == 2 for env in range(n_envs)])
@@ -788,7 +763,7 @@ def test_a_pickle_brings_everything_back_but_the_env(n_adds: int, n_envs: int) -
 @pytest.mark.parametrize("n_envs", [1, 3])
 @pytest.mark.parametrize("n_adds", [2, 5, 14])
 def test_after_a_reset_it_is_as_new(n_adds: int, n_envs: int) -> None:
-    buffer, new = make(8, n_envs), make(8, n_envs)
+    buffer, new = make_her(8, n_envs), make_her(8, n_envs)
     old = History(8, n_envs, buffer)
     for step in range(n_adds):
         old.add(*[(step + env) % 4 == 3 for env in range(n_envs)])
@@ -813,7 +788,7 @@ def test_after_a_reset_it_is_as_new(n_adds: int, n_envs: int) -> None:
 def test_a_buffer_of_sb3_is_taken_over(n_adds: int, n_envs: int, unpickled: bool) -> None:
     goals: dict[str, Any] = {"n_sampled_goal": 3, "goal_selection_strategy": "episode"}
     options: dict[str, Any] = {"alpha": 1.0, "eps": 0.0, "beta": 0.75}
-    plain, twin = make_plain(8, n_envs, **goals), make(8, n_envs, **goals, **options)
+    plain, twin = make_plain(8, n_envs, **goals), make_her(8, n_envs, **goals, **options)
     history = History(8, n_envs, plain, twin)
     for step in range(n_adds):
         history.add(*[(step + env) % 4 == 3 for env in range(n_envs)])
@@ -844,32 +819,32 @@ def test_buffers_of_another_kind_are_not_taken_over() -> None:
     with pytest.raises(ValueError, match="alpha"):
         PrioritizedHerReplayBuffer.from_replay_buffer(make_plain(4), alpha=-1.0)
     with pytest.raises(ValueError, match="PrioritizedHerReplayBuffer"):
-        PrioritizedHerReplayBuffer.from_replay_buffer(make(4))
+        PrioritizedHerReplayBuffer.from_replay_buffer(make_her(4))
 
 
 # --- construction ---
 
 
 def test_it_is_a_buffer_of_both_families() -> None:
-    buffer = make(4)
+    buffer = make_her(4)
     assert isinstance(buffer, PrioritizedDictReplayBuffer)
     assert isinstance(buffer, HerReplayBuffer)
     for name in ("n_sampled_goal", "goal_selection_strategy", "copy_info_dict", "her_ratio"):
         assert getattr(buffer, name) == getattr(make_plain(4), name)
-    by_enum = make(4, goal_selection_strategy=GoalSelectionStrategy.FINAL)
+    by_enum = make_her(4, goal_selection_strategy=GoalSelectionStrategy.FINAL)
     assert (
         by_enum.goal_selection_strategy
-        == make(4, goal_selection_strategy="final").goal_selection_strategy
+        == make_her(4, goal_selection_strategy="final").goal_selection_strategy
     )
 
 
 @pytest.mark.parametrize("n_steps", [2, 3])
 def test_n_step_returns_are_refused_wherever_they_come_in(n_steps: int) -> None:
     with pytest.raises(ValueError, match=f"`n_steps={n_steps}`"):
-        make(4, n_steps=n_steps)
+        make_her(4, n_steps=n_steps)
     with pytest.raises(ValueError, match=f"`n_steps={n_steps}`"):
         PrioritizedHerReplayBuffer.from_replay_buffer(make_plain(4), n_steps=n_steps)
-    buffer = make(4, n_steps=1)
+    buffer = make_her(4, n_steps=1)
     assert buffer.n_steps == 1
     with pytest.raises(ValueError, match=f"{n_steps}"):
         buffer.n_steps = n_steps
@@ -878,20 +853,20 @@ def test_n_step_returns_are_refused_wherever_they_come_in(n_steps: int) -> None:
 
 def test_saving_memory_is_refused_and_both_are_named() -> None:
     with pytest.raises(ValueError, match=r"`optimize_memory_usage=True`.*Dict"):
-        make(4, optimize_memory_usage=True, handle_timeout_termination=False)
+        make_her(4, optimize_memory_usage=True, handle_timeout_termination=False)
 
 
 def test_other_spaces_and_wrong_options_are_refused() -> None:
     with pytest.raises(ValueError, match="Box"):
         PrioritizedHerReplayBuffer(10**15, GOAL, ACTIONS, side_by_side(1))
     with pytest.raises(ValueError, match=r"`alpha`.*-1"):
-        make(10**15, alpha=-1)
+        make_her(10**15, alpha=-1)
     with pytest.raises(TypeError, match="colour"):
-        make(4, colour=1)
+        make_her(4, colour=1)
 
 
 def test_batches_are_on_the_buffers_device_and_of_the_types_of_sb3() -> None:
-    buffer = make(6)
+    buffer = make_her(6)
     History(6, 1, buffer).add_episodes(4)
     batch = sample(buffer, 10)
     for value in (*batch.observations.values(), batch.rewards, batch.dones, batch.weights):
@@ -904,10 +879,10 @@ def test_batches_are_on_the_buffers_device_and_of_the_types_of_sb3() -> None:
 @pytest.mark.parametrize("value", [-1, -0.5, math.nan, None, "4"])
 def test_a_number_of_goals_that_is_none_is_refused(value: Any) -> None:
     with pytest.raises(ValueError, match=f"`n_sampled_goal` must be at least 0, got {value!r}"):
-        make(4, n_sampled_goal=value)
+        make_her(4, n_sampled_goal=value)
 
 
 @pytest.mark.parametrize("value", ["x", "", None, 3])
 def test_an_unknown_way_to_choose_goals_is_refused(value: Any) -> None:
     with pytest.raises(ValueError, match=f"`goal_selection_strategy`.*'future'.*got {value!r}"):
-        make(4, goal_selection_strategy=value)
+        make_her(4, goal_selection_strategy=value)

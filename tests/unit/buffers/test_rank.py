@@ -4,38 +4,32 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch as th
 from gymnasium import spaces
 from scipy import stats
 from stable_baselines3.common.buffers import ReplayBuffer
-from stable_baselines3.common.envs import BitFlippingEnv, SimpleMultiObsEnv
+from stable_baselines3.common.envs import BitFlippingEnv
 from stable_baselines3.her.her_replay_buffer import HerReplayBuffer
 
+from buffer_helpers import (
+    ACTIONS,
+    OBSERVATIONS,
+    Array,
+    add_rows,
+    assert_same_batches,
+    make_buffer,
+)
+from model_helpers import SAVING_MEMORY, TenStepEnv, buffer_of, small_model
 from sb3_per import PERDQN, PrioritizedReplayBuffer
 from sb3_per.trees.rank_tree import RankTree
 from sb3_per.trees.sum_tree import SumTree
 
-Array = npt.NDArray[Any]
 
-
-def make(rows: int, n_adds: int, n_envs: int = 1, **options: Any) -> PrioritizedReplayBuffer:
-    buffer = PrioritizedReplayBuffer(
-        rows * n_envs,
-        spaces.Box(-1e6, 1e6, (1,)),
-        spaces.Discrete(3),
-        device="cpu",
-        n_envs=n_envs,
-        **{"prioritization": "rank", **options},
-    )
-    for step in range(n_adds):
-        place = (np.arange(n_envs) + step * n_envs).astype(np.float32)[:, None]
-        done = np.full(n_envs, step % 4 == 3)
-        buffer.add(place, place + 0.5, np.zeros(n_envs), place[:, 0], done, [{}] * n_envs)
-    return buffer
+def make_ranked(rows: int, n_adds: int, n_envs: int = 1, **options: Any) -> PrioritizedReplayBuffer:
+    base = {"prioritization": "rank", "alpha": 0.6, "eps": 1e-6, **options}
+    return make_buffer(rows * n_envs, n_adds, n_envs, **base)
 
 
 def probabilities_by_sorting(errors: Array, eps: float, alpha: float) -> Array:
@@ -53,7 +47,7 @@ def probabilities_by_sorting(errors: Array, eps: float, alpha: float) -> Array:
 def test_probabilities_are_powers_of_one_over_the_rank(
     rows: int, n_envs: int, alpha: float
 ) -> None:
-    buffer = make(rows, rows, n_envs, alpha=alpha)
+    buffer = make_ranked(rows, rows, n_envs, alpha=alpha)
     errors = np.random.default_rng(rows).standard_cauchy(rows * n_envs)
     buffer.update_priorities(np.arange(rows * n_envs), errors)
     np.testing.assert_allclose(
@@ -72,7 +66,7 @@ def draws(buffer: PrioritizedReplayBuffer, n: int) -> Array:
 def test_drawn_frequencies_follow_the_ranks(broken: bool) -> None:
     """Chi-square at 1e-4, seed fixed; the twin draws in proportion to the errors."""
     np.random.seed(0)
-    buffer = make(40, 40, alpha=0.7)
+    buffer = make_ranked(40, 40, alpha=0.7)
     errors = np.arange(1.0, 41.0)[::-1]
     buffer.update_priorities(np.arange(40), errors)
     expected = probabilities_by_sorting(errors, buffer.eps, 0.7)
@@ -86,7 +80,7 @@ def test_drawn_frequencies_follow_the_ranks(broken: bool) -> None:
 @pytest.mark.parametrize("normalization", ["batch", "buffer"])
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
 def test_weights_are_those_of_the_probabilities(beta: float, normalization: str) -> None:
-    buffer = make(30, 30, alpha=0.8, beta=beta, weight_normalization=normalization)
+    buffer = make_ranked(30, 30, alpha=0.8, beta=beta, weight_normalization=normalization)
     buffer.update_priorities(np.arange(30), np.random.default_rng(1).standard_normal(30))
     batch = buffer.sample(8)
     probabilities = buffer.probabilities
@@ -97,7 +91,7 @@ def test_weights_are_those_of_the_probabilities(beta: float, normalization: str)
 
 
 def test_an_outlier_counts_as_the_first_rank_and_no_more() -> None:
-    buffer = make(10, 10, alpha=0.7)
+    buffer = make_ranked(10, 10, alpha=0.7)
     buffer.update_priorities(np.arange(10), np.arange(10.0))
     before = buffer.probabilities
     buffer.update_priorities([9], [1e30])
@@ -105,11 +99,10 @@ def test_an_outlier_counts_as_the_first_rank_and_no_more() -> None:
 
 
 def test_new_transitions_share_the_first_ranks() -> None:
-    buffer = make(10, 6, alpha=1.0)
+    buffer = make_ranked(10, 6, alpha=1.0)
     assert buffer.priorities.tolist() == [1.0] * 6
     buffer.update_priorities(np.arange(6), [3.0, 0.5, 0.4, 0.3, 0.2, 0.1])
-    one = np.zeros((1, 1), np.float32)
-    buffer.add(one, one, np.zeros(1), np.zeros(1), np.zeros(1), [{}])
+    add_rows(buffer)
     assert buffer.priorities[6] == buffer.priorities.max() == 3.0 + buffer.eps
     np.testing.assert_allclose(
         buffer.probabilities[[0, 6, 1]] * buffer.tree.total, [1, 1 / 2, 1 / 3]
@@ -117,7 +110,7 @@ def test_new_transitions_share_the_first_ranks() -> None:
 
 
 def test_a_change_of_alpha_applies_to_all_at_once() -> None:
-    buffer = make(8, 8, alpha=0.5)
+    buffer = make_ranked(8, 8, alpha=0.5)
     errors = np.arange(8.0)
     buffer.update_priorities(np.arange(8), errors)
     buffer.alpha = 2.0
@@ -130,7 +123,7 @@ def test_a_change_of_alpha_applies_to_all_at_once() -> None:
 
 
 def test_without_eps_an_error_of_zero_is_never_drawn() -> None:
-    buffer = make(5, 5, eps=0.0)
+    buffer = make_ranked(5, 5, eps=0.0)
     buffer.update_priorities(np.arange(5), [0.0, 2.0, 0.0, 1.0, 0.0])
     assert set(buffer.sample(64).indices) == {1, 3}
     buffer.update_priorities(np.arange(5), np.zeros(5))
@@ -143,7 +136,7 @@ def test_without_eps_an_error_of_zero_is_never_drawn() -> None:
 def test_batches_hold_what_a_proportional_buffer_gives(n_steps: int, n_envs: int) -> None:
     """Which transitions come is all that differs."""
     by_rank, plain = (
-        make(12, 17, n_envs, n_steps=n_steps, gamma=0.9, prioritization=kind)
+        make_ranked(12, 17, n_envs, n_steps=n_steps, gamma=0.9, prioritization=kind)
         for kind in ("rank", "proportional")
     )
     batch = by_rank.sample(20)
@@ -155,7 +148,7 @@ def test_batches_hold_what_a_proportional_buffer_gives(n_steps: int, n_envs: int
 
 @pytest.mark.parametrize("n_envs", [1, 3])
 def test_with_memory_saving_the_row_without_next_observation_has_no_rank(n_envs: int) -> None:
-    buffer = make(
+    buffer = make_ranked(
         6, 20, n_envs, optimize_memory_usage=True, handle_timeout_termination=False, alpha=0.0
     )
     hidden = np.arange(n_envs) + buffer.pos * n_envs
@@ -167,22 +160,16 @@ def test_with_memory_saving_the_row_without_next_observation_has_no_rank(n_envs:
 
 
 def test_a_pickle_brings_the_same_draws() -> None:
-    buffer = make(50, 70, alpha=0.6)
+    buffer = make_ranked(50, 70)
     buffer.update_priorities(np.arange(50), np.random.default_rng(2).standard_normal(50))
     twin = pickle.loads(pickle.dumps(buffer))
     assert twin.tree.check_valid() == (True, "")
-    batches = []
-    for one in (buffer, twin):
-        np.random.seed(5)
-        batches.append([one.sample(8) for _ in range(3)])
-    for ours, theirs in zip(*batches, strict=True):
-        np.testing.assert_array_equal(ours.indices, theirs.indices)
-        assert th.equal(ours.weights, theirs.weights)
+    assert_same_batches(buffer, twin)
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
 def test_stored_errors_survive_a_change_of_kind(alpha: float) -> None:
-    buffer = make(6, 6, alpha=alpha, eps=0.0)
+    buffer = make_ranked(6, 6, alpha=alpha, eps=0.0)
     errors = np.array([0.5, 2.0, 0.0, 1.5, 1e-200, 1e200])
     buffer.update_priorities(np.arange(6), errors)
     buffer.prioritization = "proportional"
@@ -202,7 +189,7 @@ def test_stored_errors_survive_a_change_of_kind(alpha: float) -> None:
 
 
 def test_errors_are_refused_as_in_a_proportional_buffer() -> None:
-    buffer = make(4, 4)
+    buffer = make_ranked(4, 4)
     before = buffer.priorities
     for errors in ([np.nan], [np.inf], th.tensor([[-np.inf]])):
         with pytest.raises(ValueError, match="TD errors must be finite"):
@@ -216,25 +203,21 @@ def test_errors_are_refused_as_in_a_proportional_buffer() -> None:
 
 
 def test_a_plain_buffer_is_taken_over() -> None:
-    plain = ReplayBuffer(5, spaces.Box(-1, 1, (1,)), spaces.Discrete(2), device="cpu")
-    zero = np.zeros((1, 1), np.float32)
-    for _ in range(3):
-        plain.add(zero, zero, np.zeros(1), np.zeros(1), np.zeros(1), [{}])
+    plain = ReplayBuffer(5, OBSERVATIONS, ACTIONS, device="cpu")
+    add_rows(plain, 3)
     buffer = PrioritizedReplayBuffer.from_replay_buffer(plain, prioritization="rank", alpha=0.0)
     assert isinstance(buffer.tree, RankTree)
     np.testing.assert_allclose(buffer.probabilities, 1 / 3)
 
 
-KWARGS: dict[str, Any] = {
-    "learning_starts": 20,
-    "buffer_size": 60,
-    "batch_size": 8,
-    "train_freq": 1,
-    "policy_kwargs": {"net_arch": [8]},
-    "seed": 1,
-    "device": "cpu",
-    "prioritization": "rank",
-}
+# --- in a model
+
+
+def tree_of(model: PERDQN) -> RankTree:
+    tree = buffer_of(model).tree
+    assert isinstance(tree, RankTree)
+    assert tree.check_valid() == (True, "")
+    return tree
 
 
 @pytest.mark.parametrize(
@@ -243,38 +226,31 @@ KWARGS: dict[str, Any] = {
         {},
         {"n_steps": 3},
         {"double_q": True, "weight_normalization": "buffer"},
-        {
-            "optimize_memory_usage": True,
-            "replay_buffer_kwargs": {"handle_timeout_termination": False},
-        },
+        SAVING_MEMORY,
     ],
     ids=str,
 )
 def test_the_algorithm_trains_by_ranks_and_goes_on_after_loading(
     options: dict[str, Any], tmp_path: Path
 ) -> None:
-    model = PERDQN("MlpPolicy", "CartPole-v1", **KWARGS, **options).learn(90)
-    buffer = model.replay_buffer
-    assert isinstance(buffer, PrioritizedReplayBuffer)
-    assert isinstance(buffer.tree, RankTree)
-    assert buffer.tree.check_valid() == (True, "")
-    assert len(np.unique(buffer.priorities)) > 30
+    model = small_model(prioritization="rank", **options).learn(90)
+    tree_of(model)
+    priorities = buffer_of(model).priorities
+    assert len(np.unique(priorities)) > 30
     model.save(tmp_path / "model")
     model.save_replay_buffer(tmp_path / "buffer")
     loaded = PERDQN.load(tmp_path / "model", env=model.get_env())
     assert loaded.prioritization == "rank"
     loaded.load_replay_buffer(tmp_path / "buffer")
-    assert isinstance(loaded.replay_buffer, PrioritizedReplayBuffer)
-    np.testing.assert_array_equal(loaded.replay_buffer.priorities, buffer.priorities)
+    tree_of(loaded)
+    np.testing.assert_array_equal(buffer_of(loaded).priorities, priorities)
 
 
 def test_a_loaded_buffer_becomes_one_of_the_models_kind(tmp_path: Path) -> None:
     """The sizes of the errors are kept; with the file's alpha they are taken from their powers."""
-    stored = PERDQN(
-        "MlpPolicy", "CartPole-v1", **{**KWARGS, "prioritization": "proportional", "alpha": 0.5}
-    ).learn(60)
+    stored = small_model(alpha=0.5).learn(60)
     stored.save_replay_buffer(tmp_path / "buffer")
-    model = PERDQN("MlpPolicy", "CartPole-v1", **KWARGS)
+    model = small_model(prioritization="rank")
     with pytest.warns(UserWarning, match="applies from now on") as caught:
         model.load_replay_buffer(tmp_path / "buffer")
     messages = [str(warning.message) for warning in caught]
@@ -282,24 +258,24 @@ def test_a_loaded_buffer_becomes_one_of_the_models_kind(tmp_path: Path) -> None:
         (False, True),
         (True, False),
     ]
-    ours, theirs = model.replay_buffer, stored.replay_buffer
-    assert isinstance(ours, PrioritizedReplayBuffer)
-    assert isinstance(theirs, PrioritizedReplayBuffer)
-    assert ours.alpha == model.alpha == 0.6
-    np.testing.assert_allclose(ours.priorities, theirs.priorities**2)
+    assert buffer_of(model).alpha == model.alpha == 0.6
+    np.testing.assert_allclose(buffer_of(model).priorities, buffer_of(stored).priorities ** 2)
 
 
-def test_dict_observations_and_hindsight_go_by_ranks() -> None:
-    env = SimpleMultiObsEnv(random_start=False)
-    model = PERDQN("MultiInputPolicy", env, **KWARGS).learn(60)
-    assert isinstance(model.replay_buffer, PrioritizedReplayBuffer)
-    assert isinstance(model.replay_buffer.tree, RankTree)
-    goals: gym.Env[Any, Any] = BitFlippingEnv(n_bits=4, continuous=False)
-    hindsight = PERDQN("MultiInputPolicy", goals, replay_buffer_class=HerReplayBuffer, **KWARGS)
-    hindsight.learn(100)
-    buffer = hindsight.replay_buffer
-    assert isinstance(buffer, PrioritizedReplayBuffer)
+def test_dict_observations_go_by_ranks() -> None:
+    space = spaces.Dict({"place": spaces.Box(-1.0, 1.0, (2,)), "room": spaces.Discrete(3)})
+    model = small_model(TenStepEnv(space), prioritization="rank").learn(60)
+    assert sorted(tree_of(model).ranks(np.arange(60))) == list(range(1, 61))
+
+
+def test_hindsight_goes_by_ranks() -> None:
+    model = small_model(
+        BitFlippingEnv(n_bits=4),
+        replay_buffer_class=HerReplayBuffer,
+        learning_starts=20,
+        prioritization="rank",
+    ).learn(100)
+    buffer = buffer_of(model)
     assert isinstance(buffer, HerReplayBuffer)
-    assert isinstance(buffer.tree, RankTree)
     over = buffer.ep_length.ravel() > 0
-    np.testing.assert_array_equal(buffer.tree.ranks(np.arange(60)) > 0, over)
+    np.testing.assert_array_equal(tree_of(model).ranks(np.arange(60)) > 0, over)
