@@ -1,5 +1,5 @@
 """
-PERDQN on an Atari game, with the settings of the paper and a replay buffer that fits a laptop.
+PERDQN on an Atari game, with the settings of the paper and a replay buffer that fits on a laptop.
 
     pip install "sb3-per[atari]"
     python examples/atari.py --game Pong
@@ -22,8 +22,8 @@ from stable_baselines3.common.vec_env import VecEnv, VecFrameStack
 
 from sb3_per import PERDQN, PrioritizedFrameReplayBuffer
 
-#: Schaul et al. 2016, proportional variant, with what it takes over from Mnih et al. 2015 and from
-#: the tuned Double DQN of van Hasselt et al. 2016. Steps are of four frames.
+#: Schaul et al. 2016, proportional variant, with the settings that it takes from Mnih et al. 2015
+#: and from the tuned Double DQN of van Hasselt et al. 2016. A step is four frames.
 SETTINGS: dict[str, Any] = {
     "learning_rate": 2.5e-4 / 4,  # a quarter of DQN's
     "batch_size": 32,
@@ -44,9 +44,9 @@ EXPLORATION_STEPS_OF_THE_PAPER = 250_000
 
 def make_env(game: str, seed: int) -> VecEnv:
     """
-    :param game: such as ``"Pong"``
-    :param seed: of the environment
-    :return: the game in 84 by 84 shades of gray, four images at a time
+    :param game: name of the game, such as ``"Pong"``
+    :param seed: seed of the environment
+    :return: the game with grayscale images of 84 by 84, in stacks of four
     """
     gym.register_envs(ale_py)
     return VecFrameStack(make_atari_env(f"{game}NoFrameskip-v4", seed=seed), n_stack=4)
@@ -67,7 +67,7 @@ def main(arguments: list[str] | None = None) -> None:
         "CnnPolicy",
         make_env(options.game, options.seed),
         buffer_size=options.buffer_size,
-        # Short runs learn and explore in proportion
+        # Short runs have proportionally shorter exploration and `learning_starts`
         learning_starts=min(LEARNING_STARTS_OF_THE_PAPER, options.timesteps // 20),
         exploration_fraction=min(EXPLORATION_STEPS_OF_THE_PAPER / options.timesteps, 0.5),
         seed=options.seed,
@@ -85,7 +85,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     if options.episodes:
         env = make_env(options.game, options.seed + 1000)
-        # Greedy play can wait for ever for the ball that it has to launch
+        # A greedy policy can wait forever instead of launching the ball
         scores = evaluate_policy(model, env, n_eval_episodes=options.episodes, deterministic=False)
         print(f"seed {options.seed}: score {scores[0]:.1f} over {options.episodes} episodes")
 

@@ -1,4 +1,4 @@
-"""The agents that can be compared, and how they are named."""
+"""The agents that can be compared, and their names."""
 
 import ast
 import importlib
@@ -35,14 +35,14 @@ __all__ = ["ALGORITHMS", "Agent", "parse_agent", "parse_agents"]
 
 class Algorithm(NamedTuple):
     """
-    Where an algorithm is found.
+    Location of an algorithm.
 
-    :param module: module that has it
+    :param module: module of the class
     :param name: name of the class
     :param label: name in pictures
     :param is_prioritized: whether it replays by priority
-    :param extra: extra of this package that brings what it needs
-    :param policy_options: options that it takes by way of ``policy_kwargs``
+    :param extra: extra of this package that installs its dependencies
+    :param policy_options: options that it takes in ``policy_kwargs``
     :param is_actor_critic: whether its actions are continuous; its replay buffer is not looked into
     :param needs_noise: whether it explores by noise alone: normal noise, where none was given
     """
@@ -95,7 +95,7 @@ NOISES: dict[str, type[ActionNoise]] = {
     "ornstein-uhlenbeck": OrnsteinUhlenbeckActionNoise,
 }
 
-#: Transitions in the buffer of an agent that is only tried out
+#: Buffer size of an agent that is only created for a check
 SMALL_BUFFER = 1000
 
 #: Other names for them
@@ -120,12 +120,12 @@ class Agent:
     options: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
-        """The name that :func:`parse_agent` reads, by which tables know the agent."""
+        """Name of the agent in tables, which :func:`parse_agent` reads."""
         return self.algorithm + self._arguments()
 
     @property
     def label(self) -> str:
-        """What the agent is called in pictures."""
+        """Name of the agent in pictures."""
         name = ALGORITHMS[self.algorithm].label
         return f"{name} {self._arguments()}" if self.options else name
 
@@ -186,8 +186,8 @@ class Agent:
 
     def try_out(self, env: VecEnv, hyperparams: Hyperparams, seed: int, device: str) -> None:
         """
-        Make the agent as for a run, with a small buffer, so that what the algorithm refuses is
-        known before the first run.
+        Create the agent as for a run, with a small buffer, so that options that the algorithm
+        refuses are reported before the first run.
 
         :param env: training environments
         :param hyperparams: shared by all agents

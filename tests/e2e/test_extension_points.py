@@ -37,7 +37,7 @@ class Layers(BaseFeaturesExtractor):
     def __init__(self, observation_space: Any, layers: list[Any], scripted: bool = False) -> None:
         super().__init__(observation_space, 16)
         modules = nn.Sequential(nn.Linear(3, 16), *[layer() for layer in layers])
-        self.layers: Any = th.jit.script(modules) if scripted else modules  # type: ignore[no-untyped-call]
+        self.layers: Any = th.jit.script(modules) if scripted else modules
 
     def forward(self, observations: th.Tensor) -> th.Tensor:
         features: th.Tensor = self.layers(observations)
@@ -59,7 +59,7 @@ class Mode(nn.Module):
         super().__init__()
 
     @property
-    def training(self) -> bool:  # type: ignore[override]
+    def training(self) -> bool:
         return self._mode
 
     @training.setter
@@ -117,11 +117,11 @@ def test_batch_norm_learns_in_training_and_acts_on_single_observations(
 def test_a_module_put_in_after_construction_is_switched_as_any_other(
     algorithm: type[Any], original: type[Any]
 ) -> None:
-    seen = []
+    seen: list[list[bool]] = []
     for kind in (algorithm, original):
         model = with_layers(kind)
-        network = network_of(model)
-        layers: Any = network.features_extractor.layers  # type: ignore[union-attr]
+        network: Any = network_of(model)
+        layers = network.features_extractor.layers
         mode, resting = Mode(), Resting(0.5)
         layers.extend([mode, resting])
         model.learn(30, log_interval=10**6)
@@ -143,7 +143,9 @@ def test_a_policy_with_a_training_mode_of_its_own_is_asked_as_often(
 ) -> None:
     modes: list[bool] = []
 
-    class Counting(original.policy_aliases["MlpPolicy"]):  # type: ignore[misc]
+    policy: Any = original.policy_aliases["MlpPolicy"]
+
+    class Counting(policy):  # type: ignore[misc]  # mypy wants classes known before the run
         def set_training_mode(self, mode: bool) -> None:
             modes.append(mode)
             super().set_training_mode(mode)
@@ -169,7 +171,7 @@ class FarSighted:
     n_calls = 0
 
     def _get_samples(self, batch_inds: Any, env: Any = None) -> Any:
-        batch: Any = super()._get_samples(batch_inds, env)  # type: ignore[misc]
+        batch: Any = super()._get_samples(batch_inds, env)  # type: ignore[misc]  # of the class after it
         self.n_calls += 1
         ones = th.ones_like(batch.rewards)
         return batch._replace(rewards=1000.0 * ones, dones=ones)
@@ -205,13 +207,13 @@ def test_a_buffer_that_augments_its_batches_is_used_as_often_as_in_sb3(
 
 
 class GoalsOfItsOwn(PrioritizedHerReplayBuffer):
-    """Rewards of 1000 for all that is relabelled."""
+    """Rewards of 1000 for all that is relabeled."""
 
-    n_relabelled = 0
+    n_relabeled = 0
 
     def _get_virtual_samples(self, batch_indices: Any, env_indices: Any, env: Any = None) -> Any:
         batch = super()._get_virtual_samples(batch_indices, env_indices, env)
-        self.n_relabelled += len(batch_indices)
+        self.n_relabeled += len(batch_indices)
         return batch._replace(rewards=th.full_like(batch.rewards, 1000.0))
 
 
@@ -224,7 +226,7 @@ def test_a_buffer_with_a_way_of_its_own_to_relabel_is_used(algorithm: type[Any])
         replay_buffer_kwargs={"n_sampled_goal": 3},
     ).learn(40)
     buffer = model.replay_buffer
-    assert buffer.n_relabelled == model._n_updates * 6 == 180
+    assert buffer.n_relabeled == model._n_updates * 6 == 180
     batch = buffer.sample(8)
     assert int((batch.rewards == 1000.0).sum()) == 6
     assert buffer.priorities.max() > 100.0**0.6

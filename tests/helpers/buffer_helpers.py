@@ -49,7 +49,7 @@ def add_rows(buffer: ReplayBuffer, n_adds: int = 1, first: int = 0, **values: An
     an episode; ``values`` replaces arguments of ``add``.
     """
     n = buffer.n_envs
-    shape = (n, *buffer.obs_shape)  # type: ignore[misc]  # no Dict observations here
+    shape = (n, *buffer.obs_shape)
     for k in range(first, first + n_adds):
         row: dict[str, Any] = {
             "obs": np.full(shape, k),

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from copy import deepcopy
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import gymnasium as gym
 import numpy as np
@@ -93,11 +93,19 @@ class ScriptedEnv(gym.Env[Any, Any]):
         return np.array(observation, dtype=np.float32), reward, terminated, truncated, {}
 
 
-def small_model(
-    env: Any = None,
-    algorithm: type[Algorithm] = PERDQN,
-    **kwargs: Any,  # type: ignore[assignment]
-) -> Algorithm:
+@overload
+def small_model(env: Any, algorithm: type[Algorithm], **kwargs: Any) -> Algorithm: ...
+
+
+@overload
+def small_model(env: Any = None, *, algorithm: type[Algorithm], **kwargs: Any) -> Algorithm: ...
+
+
+@overload
+def small_model(env: Any = None, **kwargs: Any) -> PERDQN: ...
+
+
+def small_model(env: Any = None, algorithm: type[Any] = PERDQN, **kwargs: Any) -> Any:
     """A model of a small network that learns at once; ``kwargs`` replaces arguments of it."""
     env = TenStepEnv() if env is None else env
     has_dict = isinstance(getattr(env, "observation_space", None), spaces.Dict)

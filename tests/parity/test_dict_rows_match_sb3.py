@@ -43,7 +43,8 @@ def normalizers(key: str | None = None) -> tuple[VecNormalize, VecNormalize]:
     whole = normalizer(SPACE, norm_obs_keys=list(NORMALIZED))
     alone = normalizer(KEYS[key or "room"], norm_obs=key in NORMALIZED)
     if key in NORMALIZED:
-        alone.obs_rms = whole.obs_rms[key]
+        statistics: Any = whole.obs_rms
+        alone.obs_rms = statistics[key]
     return whole, alone
 
 

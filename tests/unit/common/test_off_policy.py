@@ -243,7 +243,8 @@ class Unmeasured(Prioritized, DQN):
 def test_the_base_class_names_options_that_it_does_not_know() -> None:
     model = Unmeasured("MlpPolicy", TenStepEnv(), _init_setup_model=False)
     # The second is one that PERDQN adds
-    for name, value in (("alhpa", 0.5), ("loss", "mse")):
+    options: list[tuple[str, Any]] = [("alhpa", 0.5), ("loss", "mse")]
+    for name, value in options:
         with pytest.raises(TypeError, match=f"'{name}'"):
             model._set_per_options(**{name: value})
     assert not hasattr(model, "alhpa")
@@ -1034,7 +1035,7 @@ def test_other_bounds_of_the_observations_do_not_matter(in_dict: bool) -> None:
 
 
 def test_other_keys_of_the_observations_do_matter() -> None:
-    def model_of(**keys: spaces.Space[Any]) -> PERDQN:
+    def model_of(**keys: spaces.Space[Any]) -> Any:
         return make_model(TenStepEnv(spaces.Dict(keys)))
 
     stored = model_of(place=spaces.Discrete(3), room=spaces.Discrete(4)).replay_buffer

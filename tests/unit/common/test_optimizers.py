@@ -44,7 +44,10 @@ def test_adam_alone_is_fused_and_only_where_the_user_chose_nothing(
 
 
 def test_a_parameter_where_there_is_no_kernel_leaves_all_as_they_are() -> None:
-    groups = [{"params": [nn.Parameter(th.zeros(2))]}, {"params": [th.zeros(2, device="meta")]}]
+    groups: list[dict[str, Any]] = [
+        {"params": [nn.Parameter(th.zeros(2))]},
+        {"params": [th.zeros(2, device="meta")]},
+    ]
     optimizer = th.optim.Adam(groups)
     assert not fuse(optimizer)
     assert [group["fused"] for group in optimizer.param_groups] == [None, None]

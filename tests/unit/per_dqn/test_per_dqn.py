@@ -92,7 +92,8 @@ def make_model(env: Any = None, **kwargs: Any) -> PERDQN:
         "device": "cpu",
         **kwargs,
     }
-    return silent(small_model(env or ScriptedEnv(), **kwargs))
+    model: PERDQN = silent(small_model(env or ScriptedEnv(), **kwargs))
+    return model
 
 
 def set_q_values(
