@@ -29,8 +29,8 @@ FAST := -m "not slow" $(PYTEST_FLAGS)
 # The lower bounds in pyproject.toml (a test compares them), then what goes with them. The other
 # packages keep their pins; torch too, for the size of its older releases.
 OLDEST := filelock==3.13 gymnasium==0.29.1 jinja2==3.1 joblib==1.4 matplotlib==3.7 numba==0.59 \
-	numpy==1.24 pandas==2.0 pyarrow==14 pyyaml==6.0 rich==13 sb3-contrib==2.7 scipy==1.11 \
-	stable-baselines3==2.7 tensorboard==2.18 tqdm==4.64 tyro==0.9 contourpy==1.1 llvmlite==0.42
+	numpy==1.24.1 pandas==2.0 pyarrow==14 pyyaml==6.0 rich==13 sb3-contrib==2.7 scipy==1.11 \
+	stable-baselines3==2.7 tensorboard==2.18 tqdm==4.64 tyro==0.9.1 contourpy==1.1 llvmlite==0.42
 
 define make_venv
 @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
@@ -96,14 +96,15 @@ wheel: $(INSTALLED) ## Build the wheel into dist/
 	@rm -rf dist
 	$(BIN)/python -m build --no-isolation --wheel
 
-# The tests run from a copy without the sources, so that only the wheel can be imported.
+# The tests run from a copy without the sources of the wheel, so that only the wheel can be
+# imported; what is not in it (the studies, say) is found in the copy.
 wheel-test: wheel ## Run the fast tests against the wheel in an environment of its own
 	@rm -rf $(WHEEL_VENV)
 	$(call make_venv,$(WHEEL_VENV))
 	@$(WHEEL_VENV)/bin/python $(PIP_INSTALL) -c constraints.txt "$$(echo dist/*.whl)[tests]"
 	@pytest="$$(realpath $(WHEEL_VENV))/bin/pytest"; copy=$$(mktemp -d); trap 'rm -rf "$$copy"' EXIT; \
 	tar -c --exclude='./.[!.]*' --exclude=./sb3_per --exclude=./envs . | tar -x -C "$$copy"; \
-	cd "$$copy"; set -x; "$$pytest" $(FAST)
+	cd "$$copy"; set -x; PYTHONPATH="$$copy" "$$pytest" $(FAST)
 
 commit-checks: format lint type test ## What to run before a commit
 

@@ -21,7 +21,7 @@ import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.logger import Logger
 
-from sb3_per import PERQRDQN, PrioritizedReplayBuffer
+from sb3_per import PERQRDQN, PrioritizedReplayBuffer, PriorityContext
 
 N_STATES = 8
 TARGET_UPDATE_INTERVAL = 20
@@ -31,25 +31,23 @@ TERMINAL = -1
 FloatArray = npt.NDArray[np.float32]
 
 
-class AllPairs(PERQRDQN):
+def all_pairs(context: PriorityContext) -> th.Tensor:
     """Mean absolute TD error over all pairs of a quantile and a target quantile."""
+    quantiles, targets = context.estimates, context.targets
+    return (targets[:, None, :] - quantiles[:, :, None]).abs().mean(dim=(1, 2))
 
-    def _td_errors(self, quantiles: th.Tensor, targets: th.Tensor) -> th.Tensor:
-        return (targets[:, None, :] - quantiles[:, :, None]).abs().mean(dim=(1, 2))[:, None]
 
-
-class OfMeans(PERQRDQN):
+def of_means(context: PriorityContext) -> th.Tensor:
     """TD error of the expected returns, as in DQN."""
-
-    def _td_errors(self, quantiles: th.Tensor, targets: th.Tensor) -> th.Tensor:
-        return (targets - quantiles).mean(dim=1, keepdim=True)
+    return (context.targets - context.estimates).mean(dim=1).abs()
 
 
-RULES: dict[str, tuple[type[PERQRDQN], dict[str, Any]]] = {
-    "same rank (the default)": (PERQRDQN, {}),
-    "all pairs": (AllPairs, {}),
-    "of the means": (OfMeans, {}),
-    "none (uniform)": (PERQRDQN, {"alpha": 0.0}),
+#: Options of PERQRDQN
+RULES: dict[str, dict[str, Any]] = {
+    "same rank (the default)": {},
+    "all pairs": {"priority": all_pairs},
+    "of the means": {"priority": of_means},
+    "none (uniform)": {"alpha": 0.0},
 }
 
 
@@ -84,19 +82,18 @@ def transitions(lottery: int) -> Iterator[tuple[int, int, float, int]]:
             break
 
 
-def run(algorithm: type[PERQRDQN], options: dict[str, Any], lottery: int, seed: int) -> int:
+def run(options: dict[str, Any], lottery: int, seed: int) -> int:
     """
     Train on the memory.
 
-    :param algorithm: with its rule
-    :param options: of prioritized replay
+    :param options: of prioritized replay, the rule among them
     :param lottery: steps of the lottery, 0 for none
     :param seed: of networks and draws
     :return: gradient steps needed, at most ``LIMIT``
     """
     memory = list(transitions(lottery))
     one_hot = np.eye(N_STATES + lottery, dtype=np.float32)
-    model = algorithm(
+    model = PERQRDQN(
         "MlpPolicy",
         SpacesOnly(len(one_hot)),
         learning_rate=1e-2,
@@ -141,8 +138,8 @@ def main() -> None:
     print("| lottery | transitions | priority | median | quartiles |\n|---|---|---|---|---|")
     for lottery in (0, 2):
         n_transitions = sum(1 for _ in transitions(lottery))
-        for rule, (algorithm, options) in RULES.items():
-            needed = [run(algorithm, options, lottery, seed) for seed in range(n_seeds)]
+        for rule, options in RULES.items():
+            needed = [run(options, lottery, seed) for seed in range(n_seeds)]
             low, median, high = np.percentile(needed, [25, 50, 75])
             shown = f"{median:.0f} | {low:.0f} to {high:.0f}"
             print(f"| {lottery} | {n_transitions} | {rule} | {shown} |", flush=True)

@@ -44,6 +44,8 @@ def by_rank(priorities: FloatArray) -> Tree:
     """Our rank-tree."""
     tree = RankTree(len(priorities), alpha=0.7)
     tree.update(np.arange(len(priorities)), priorities)
+    # Computes the masses of all ranks, which happens once and belongs to no draw
+    tree.sample(1)
     return Tree(tree.sample, tree.update)
 
 

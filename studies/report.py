@@ -94,8 +94,10 @@ def text_of(estimate: Estimate, digits: int | None = None) -> str:
     """
     if digits is None:
         digits = 2 if abs(estimate.value) < 10 else 0
-    # Adding zero makes 0 of -0
-    value, low, high = (f"{round(number, digits) + 0.0:,.{digits}f}" for number in estimate)
+    # Means of scores with few digits often end in a 5: machines differ in the last bit, and only
+    # that would say whether it is rounded up or down. Adding zero makes 0 of -0.
+    rounded = (round(round(number, 9), digits) + 0.0 for number in estimate)
+    value, low, high = (f"{number:,.{digits}f}" for number in rounded)
     return value if np.isnan(estimate.low) else f"{value} [{low}, {high}]"
 
 

@@ -600,7 +600,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
             dones=self._to_tensor(dones),
             rewards=self._to_tensor(rewards),
             discounts=None if discounts is None else self._to_tensor(discounts),
-            weights=th.ones((len(batch_inds), 1), device=self.device),
+            weights=self._to_tensor(np.ones((len(batch_inds), 1), np.float32)),
             indices=batch_inds,
         )
         return batch

@@ -40,7 +40,8 @@ class ReplaySnapshot:
     :param n_transitions: how many transitions were stored
     :param indices: the stored transitions that were looked at, ``row * n_envs + env``, ascending,
         shape ``(n,)``: all that can be drawn, or a random choice of them
-    :param td_errors: their signed TD errors under the networks of that moment, shape ``(n,)``
+    :param td_errors: their TD errors under the networks of that moment, with sign for discrete
+        actions, shape ``(n,)``
     :param priorities: their priorities as stored, shape ``(n,)``; None without priorities
     :param probabilities: of each to be drawn, among all in the buffer, shape ``(n,)``
     :param ages: environment steps since each was stored, 0 for the newest, shape ``(n,)``
@@ -70,7 +71,7 @@ class ReplaySnapshotCallback(BaseCallback):
     """
     Keep what is in the replay buffer at chosen moments: TD errors, priorities, ages, and draws.
 
-    Works for DQN, QRDQN and the prioritized algorithms, with any of their buffers. Training is
+    Works for DQN, QRDQN and all prioritized algorithms, with any of their buffers. Training is
     the same, to the last bit, as without the callback: it has random numbers of its own, from the
     seed of the model.
 

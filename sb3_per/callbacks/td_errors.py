@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch as th
+from gymnasium import spaces
 from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.buffers import DictReplayBuffer, NStepReplayBuffer, ReplayBuffer
 from stable_baselines3.common.policies import BasePolicy
@@ -17,6 +18,7 @@ from sb3_per.buffers import (
     PrioritizedHerReplayBuffer,
     PrioritizedReplayBuffer,
 )
+from sb3_per.common.off_policy import PrioritizedOffPolicyAlgorithm
 
 __all__ = ["check_has_td_errors", "drawable_indices", "replay_buffer_of", "td_errors_in_buffer"]
 
@@ -68,7 +70,10 @@ def td_errors_in_buffer(model: BaseAlgorithm, indices: npt.ArrayLike | None = No
     its quantiles; what PERQRDQN makes priorities of, a distance between distributions, is at least
     as large as this error.
 
-    :param model: DQN, QRDQN, PERDQN, PERQRDQN, or an algorithm derived from one
+    Those of PERSAC, PERTD3, PERDDPG and PERTQC are what their ``td_errors`` says: the mean absolute
+    error of the critics, with next actions and noise of the target drawn as in training.
+
+    :param model: DQN, QRDQN, an algorithm of this package, or one derived from these
     :param indices: which transitions, ``row * n_envs + env``, shape ``(n,)``; all of
         :func:`drawable_indices` by default
     :return: one signed TD error for each, shape ``(n,)``
@@ -120,7 +125,8 @@ def check_has_td_errors(model: BaseAlgorithm) -> None:
         be read
     """
     buffer = replay_buffer_of(model)
-    _value_functions(model)
+    if not _tells_td_errors(model):
+        _value_functions(model)
     if not isinstance(buffer, PrioritizedReplayBuffer) and type(buffer) not in COUNTERPARTS:
         raise ValueError(
             "TD errors are computed from a prioritized buffer or one of SB3's "
@@ -143,17 +149,30 @@ def _value_functions(model: Any) -> tuple[ValueFunction, ValueFunction]:
             lambda observations: model.quantile_net_target(observations).mean(dim=1),
         )
     raise ValueError(
-        "TD errors need the Q-values of discrete actions: give DQN, QRDQN or an algorithm "
-        f"derived from one, got {type(model).__name__}"
+        "TD errors need the Q-values of discrete actions or an algorithm with prioritized replay: "
+        f"give DQN, QRDQN, one of this package or one derived from them, got {type(model).__name__}"
     )
+
+
+def _tells_td_errors(model: BaseAlgorithm) -> bool:
+    """
+    :param model: any algorithm
+    :return: whether its own ``td_errors`` is to be asked: that of actor-critics, for which a
+        Q-network alone doesn't say what the target is
+    """
+    actions = model.action_space
+    return isinstance(model, PrioritizedOffPolicyAlgorithm) and isinstance(actions, spaces.Box)
 
 
 def _td_errors(model: Any, batch: Any) -> th.Tensor:
     """
-    :param model: with Q-values
+    :param model: with Q-values, or one that tells its TD errors
     :param batch: from its buffer
     :return: targets minus Q-values, shape ``(batch, 1)``
     """
+    if _tells_td_errors(model):
+        errors: th.Tensor = model.td_errors(batch)
+        return errors
     values, target_values = _value_functions(model)
     next_values = target_values(batch.next_observations)  # (batch, n_actions)
     # An option of this package's algorithms; SB3's don't have it

@@ -6,7 +6,13 @@ from typing import Literal
 import torch as th
 from torch.nn import functional as F
 
-__all__ = ["LOSSES", "Loss", "check_loss", "quantile_huber_loss"]
+__all__ = [
+    "LOSSES",
+    "Loss",
+    "check_loss",
+    "pairwise_quantile_loss",
+    "quantile_huber_loss",
+]
 
 #: Names of the losses: ``"huber"`` (quadratic up to an error of 1, linear beyond; what DQN uses)
 #: or ``"mse"`` (the squared error, not halved)
@@ -57,11 +63,22 @@ def quantile_huber_loss(quantiles: th.Tensor, targets: th.Tensor) -> th.Tensor:
             "`quantiles` and `targets` must have the shapes (batch, n_quantiles) and (batch, "
             f"n_targets), got {tuple(quantiles.shape)} and {tuple(targets.shape)}"
         )
-    n_quantiles = quantiles.shape[1]
+    return pairwise_quantile_loss(quantiles, targets).sum(dim=1)
+
+
+def pairwise_quantile_loss(quantiles: th.Tensor, targets: th.Tensor) -> th.Tensor:
+    """
+    The same for each pair of a quantile and a target.
+
+    :param quantiles: estimates, shape ``(..., n_quantiles)``
+    :param targets: samples or quantiles of what they should be, shape ``(..., n_targets)``, with as
+        many dimensions; no gradient flows through them
+    :return: shape ``(..., n_quantiles, n_targets)``
+    """
+    n_quantiles = quantiles.shape[-1]
     midpoints = (th.arange(n_quantiles, device=quantiles.device) + 0.5) / n_quantiles
-    shape = (*quantiles.shape, targets.shape[1])
-    estimates = quantiles[:, :, None].expand(shape)
-    wanted = targets.detach()[:, None, :].expand(shape)
+    estimates, wanted = th.broadcast_tensors(
+        quantiles.unsqueeze(-1), targets.detach().unsqueeze(-2)
+    )
     huber = F.smooth_l1_loss(estimates, wanted, reduction="none")
-    sides = th.abs(midpoints[:, None] - (wanted < estimates).float())
-    return (sides * huber).sum(dim=1)
+    return th.abs(midpoints[:, None] - (wanted < estimates).float()) * huber

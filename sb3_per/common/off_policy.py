@@ -3,7 +3,8 @@
 import io
 import pathlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any, cast, get_args
 
@@ -31,6 +32,13 @@ from sb3_per.buffers.replay import (
     check_number,
 )
 from sb3_per.buffers.samples import PrioritizedReplayBufferSamples
+from sb3_per.common.priorities import (
+    Priority,
+    PriorityContext,
+    check_can_be_saved,
+    check_priority,
+    priorities_of,
+)
 
 __all__ = ["PrioritizedOffPolicyAlgorithm"]
 
@@ -108,6 +116,7 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
         weight_normalization: WeightNormalization = "batch",
         prioritization: Prioritization = "proportional",
         initial_priority: InitialPriority = "max",
+        priority: Priority = "td_error",
     ) -> None:
         """
         Keep the options as attributes, as SB3 does: so they are saved with the model, and
@@ -123,7 +132,10 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
         :param priority_eps: added to every absolute TD error, at least 0
         :param weight_normalization: ``"batch"`` or ``"buffer"``
         :param prioritization: ``"proportional"`` or ``"rank"``
-        :param initial_priority: ``"max"``, or ``"td_error"``, which needs :meth:`td_errors`
+        :param initial_priority: ``"max"``, or ``"td_error"``, which needs :meth:`td_errors` or
+            :meth:`priority_context`
+        :param priority: ``"td_error"``, or another priority function, which needs
+            :meth:`priority_context`
         """
         self.alpha = alpha
         self.beta = beta
@@ -133,6 +145,7 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
         self.weight_normalization = weight_normalization
         self.prioritization = prioritization
         self.initial_priority = initial_priority
+        self.priority = priority
 
     def _check_per_options(self) -> None:
         """
@@ -149,12 +162,20 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
         for name, allowed in CHOICES.items():
             check_choice(name, getattr(self, name), allowed)
         check_choice("initial_priority", self.initial_priority, get_args(InitialPriority))
+        check_priority(self.priority)
+        base, cls = PrioritizedOffPolicyAlgorithm, type(self)
+        has_context = cls.priority_context is not base.priority_context
+        if self.priority != "td_error" and not has_context:
+            raise ValueError(
+                f"`priority={self.priority!r}` needs more of a batch than its TD errors, and "
+                f"{cls.__name__} has no method `priority_context(batch)`: define it, or use "
+                "'td_error'"
+            )
         if self.initial_priority == "td_error":
-            if type(self).td_errors is PrioritizedOffPolicyAlgorithm.td_errors:
+            if cls.td_errors is base.td_errors and not has_context:
                 raise ValueError(
                     f"`initial_priority='td_error'` needs the TD errors of new transitions, and "
-                    f"{type(self).__name__} has no method `td_errors(batch)`: define it, or use "
-                    "'max'"
+                    f"{cls.__name__} has no method `td_errors(batch)`: define it, or use 'max'"
                 )
             if self._replays_with_hindsight():
                 raise ValueError(
@@ -174,7 +195,55 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
         :param batch: transitions from the replay buffer
         :return: shape ``(batch, 1)``; their absolute values make the priorities
         """
-        raise TypeError(f"{type(self).__name__} has no method `td_errors(batch)`")
+        return self.priority_context(batch).td_errors
+
+    def priority_context(self, batch: PrioritizedReplayBufferSamples) -> PriorityContext:
+        """
+        What a priority function gets to see of a batch, under the networks as they are.
+
+        :param batch: transitions from the replay buffer
+        :return: the context
+        """
+        raise TypeError(f"{type(self).__name__} has no method `priority_context(batch)`")
+
+    def _priorities_of(self, context: PriorityContext) -> th.Tensor:
+        """
+        What ``train`` gives to ``self.replay_buffer.update_priorities``.
+
+        :param context: of a batch
+        :return: by the option ``priority``, shape ``(batch, 1)``
+        :raises ValueError: if the priority function returns what can't be priorities
+        """
+        return priorities_of(self.priority, context)
+
+    @staticmethod
+    def _next_observations_of(batch: PrioritizedReplayBufferSamples) -> Any:
+        """
+        For algorithms that draw the next action from a distribution, which refuses NaN: what comes
+        after a terminal state counts nothing, and must not stop training.
+
+        :param batch: transitions from the replay buffer
+        :return: their next observations, with zeros for what is not finite after a terminal state
+        """
+
+        def readable(observations: th.Tensor) -> th.Tensor:
+            if bool(th.isfinite(observations).all()):
+                return observations
+            is_terminal = batch.dones.reshape(-1, *[1] * (observations.ndim - 1)) > 0.0
+            zeros = observations.nan_to_num(0.0, 0.0, 0.0)
+            return th.where(is_terminal, zeros, observations)
+
+        observations: Any = batch.next_observations
+        if isinstance(observations, dict):
+            return {key: readable(part) for key, part in observations.items()}
+        return readable(observations)
+
+    def _fork_rng(self) -> AbstractContextManager[None]:
+        """
+        :return: inside its ``with`` block, torch draws the random numbers that would come next;
+            afterwards they are still to come
+        """
+        return th.random.fork_rng([self.device] if self.device.type == "cuda" else [])
 
     def _check_spaces(self) -> None:
         if isinstance(self.action_space, spaces.Discrete) and self.action_space.start != 0:
@@ -451,9 +520,15 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
         with th.no_grad():
             chunks = [new[start : start + CHUNK] for start in range(0, len(new), CHUNK)]
             batches = (buffer.batch_of(chunk, self._vec_normalize_env) for chunk in chunks)
+            priorities = [self._initial_priorities_of(batch) for batch in batches]
             # All at once, so that an error that is not finite leaves all priorities as they were
-            buffer.update_priorities(new, th.cat([self.td_errors(batch) for batch in batches]))
+            buffer.update_priorities(new, th.cat(priorities))
         buffer.forget_new()
+
+    def _initial_priorities_of(self, batch: PrioritizedReplayBufferSamples) -> th.Tensor:
+        if self.priority == "td_error":
+            return self.td_errors(batch)
+        return self._priorities_of(self.priority_context(batch))
 
     def _record_per(self, td_errors: Sequence[th.Tensor], weights: Sequence[th.Tensor]) -> None:
         """
@@ -471,8 +546,27 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
         self.logger.record("per/priority_max", buffer.tree.max_priority)
         self.logger.record("per/priority_mean", buffer.tree.total / buffer.n_transitions)
 
-    # Saving and loading: an optimizer made faster here is saved as the user made it, so that SB3's
-    # own algorithm loads it as one of its own.
+    def save(
+        self,
+        path: str | pathlib.Path | io.BufferedIOBase,
+        exclude: Iterable[str] | None = None,
+        include: Iterable[str] | None = None,
+    ) -> None:
+        """
+        As in SB3.
+
+        :param path: of the zip file, or the opened file
+        :param exclude: names of attributes that are not saved
+        :param include: names of attributes that are saved, though they would be excluded
+        :raises ValueError: if ``priority`` is a function that can't be pickled
+        """
+        exclude = None if exclude is None else list(exclude)
+        if "priority" not in (exclude or []):
+            check_can_be_saved(self.priority)
+        super().save(path, exclude, include)
+
+    # An optimizer made faster here is saved as the user made it, so that SB3's own algorithm loads
+    # it as one of its own.
 
     def _fuse_optimizers(self) -> None:
         self._fused = {
@@ -559,9 +653,9 @@ def _in_rows(tensors: Sequence[th.Tensor]) -> npt.NDArray[np.float32]:
     :param tensors: of each batch, shape ``(batch, 1)``, on any device, without gradient
     :return: shape ``(len(tensors), batch)``
     """
+    together = tensors[0] if len(tensors) == 1 else th.stack(tuple(tensors))
     # NumPy has no bfloat16
-    together = th.stack(tuple(tensors)).to(th.float32)
-    return together.cpu().numpy().reshape(len(tensors), -1)
+    return together.to(th.float32).cpu().numpy().reshape(len(tensors), -1)
 
 
 def _layout(space: spaces.Space[Any]) -> str:

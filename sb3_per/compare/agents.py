@@ -7,6 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+from stable_baselines3.common.noise import (
+    ActionNoise,
+    NormalActionNoise,
+    OrnsteinUhlenbeckActionNoise,
+)
 from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
 from stable_baselines3.common.vec_env import VecEnv
 
@@ -35,6 +41,8 @@ class Algorithm(NamedTuple):
     :param is_prioritized: whether it replays by priority
     :param extra: extra of this package that brings what it needs
     :param policy_options: options that it takes by way of ``policy_kwargs``
+    :param is_actor_critic: whether its actions are continuous; its replay buffer is not looked into
+    :param needs_noise: whether it explores by noise alone: normal noise, where none was given
     """
 
     module: str
@@ -43,6 +51,8 @@ class Algorithm(NamedTuple):
     is_prioritized: bool
     extra: str | None = None
     policy_options: tuple[str, ...] = ()
+    is_actor_critic: bool = False
+    needs_noise: bool = False
 
 
 ALGORITHMS = {
@@ -54,13 +64,45 @@ ALGORITHMS = {
     "per_qrdqn": Algorithm(
         "sb3_per.per_qrdqn", "PERQRDQN", "QR-DQN PER", True, "contrib", ("n_quantiles",)
     ),
+    "sac": Algorithm("stable_baselines3", "SAC", "SAC uniform", False, is_actor_critic=True),
+    "per_sac": Algorithm("sb3_per", "PERSAC", "SAC PER", True, is_actor_critic=True),
+    "td3": Algorithm(
+        "stable_baselines3", "TD3", "TD3 uniform", False, is_actor_critic=True, needs_noise=True
+    ),
+    "per_td3": Algorithm(
+        "sb3_per", "PERTD3", "TD3 PER", True, is_actor_critic=True, needs_noise=True
+    ),
+    "ddpg": Algorithm(
+        "stable_baselines3", "DDPG", "DDPG uniform", False, is_actor_critic=True, needs_noise=True
+    ),
+    "per_ddpg": Algorithm(
+        "sb3_per", "PERDDPG", "DDPG PER", True, is_actor_critic=True, needs_noise=True
+    ),
+    "tqc": Algorithm("sb3_contrib", "TQC", "TQC uniform", False, "contrib", ("n_quantiles",), True),
+    "per_tqc": Algorithm(
+        "sb3_per.per_tqc", "PERTQC", "TQC PER", True, "contrib", ("n_quantiles",), True
+    ),
+}
+
+#: Standard deviation where a file has a ``noise_type`` alone
+DEFAULT_NOISE = 0.1
+
+#: By their names in rl-zoo's files
+NOISES: dict[str, type[ActionNoise]] = {
+    "normal": NormalActionNoise,
+    "ornstein-uhlenbeck": OrnsteinUhlenbeckActionNoise,
 }
 
 #: Transitions in the buffer of an agent that is only tried out
 SMALL_BUFFER = 1000
 
 #: Other names for them
-ALIASES = {"dqn": "uniform", "perdqn": "per", "per_dqn": "per", "perqrdqn": "per_qrdqn"}
+ALIASES = {
+    "dqn": "uniform",
+    "perdqn": "per",
+    "per_dqn": "per",
+    **{name.replace("_", ""): name for name in ALGORITHMS if name.startswith("per_")},
+}
 
 
 @dataclass(frozen=True)
@@ -87,6 +129,11 @@ class Agent:
 
     def _arguments(self) -> str:
         return f"({', '.join(f'{k}={v!r}' for k, v in self.options)})" if self.options else ""
+
+    @property
+    def is_actor_critic(self) -> bool:
+        """Whether its actions are continuous; its replay buffer is not looked into."""
+        return ALGORITHMS[self.algorithm].is_actor_critic
 
     def algorithm_class(self) -> type[OffPolicyAlgorithm]:
         """
@@ -117,6 +164,14 @@ class Agent:
             if name in arguments:
                 value = arguments.pop(name)
                 arguments["policy_kwargs"] = {**arguments.get("policy_kwargs", {}), name: value}
+        if ALGORITHMS[self.algorithm].needs_noise:
+            # As in rl-zoo's files
+            arguments.setdefault("noise_type", "normal")
+        if "noise_type" in arguments:
+            shape = env.action_space.shape
+            scale = np.full(shape or (), arguments.pop("noise_std", DEFAULT_NOISE))
+            noise: Any = NOISES[arguments.pop("noise_type")]
+            arguments["action_noise"] = noise(np.zeros_like(scale), scale)
         return self.algorithm_class()(env=env, seed=seed, device=device, **arguments)
 
     def try_out(self, env: VecEnv, hyperparams: Hyperparams, seed: int, device: str) -> None:
@@ -146,6 +201,8 @@ class Agent:
         """
         parameters = set(inspect.signature(self.algorithm_class()).parameters)
         parameters.update(ALGORITHMS[self.algorithm].policy_options)
+        if "action_noise" in parameters:
+            parameters.update(("noise_type", "noise_std"))
         for name, _ in self.options:
             if name in SHARED:
                 raise SettingsError(

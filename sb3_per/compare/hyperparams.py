@@ -38,6 +38,7 @@ REFUSED = {
     "callback": "callbacks would differ from those of the comparison",
     "vec_env_wrapper": "use `env_wrapper`, `frame_stack` or `normalize`",
     "replay_buffer_class": "each agent has its own",
+    "action_noise": "it is `noise_type` and `noise_std`",
     "seed": "it is --first-seed and --n-seeds",
     "device": "it is --device",
     "env": "it is --envs",
@@ -231,6 +232,20 @@ def _normalize(value: Any) -> Any:
     return value if isinstance(value, bool) else _options(value)
 
 
+def _noise_type(value: Any) -> str:
+    if value not in ("normal", "ornstein-uhlenbeck"):
+        raise ValueError('"normal" or "ornstein-uhlenbeck" is needed')
+    return _text(value)
+
+
+def _ent_coef(value: Any) -> Any:
+    """The coefficient, or the target that the entropy should have."""
+    if isinstance(value, str) and value.startswith("auto"):
+        _number(value.removeprefix("auto").removeprefix("_") or 1.0)
+        return value
+    return _number(value)
+
+
 def _env_wrapper(value: Any) -> Any:
     wrapper_of(value)
     return value
@@ -263,6 +278,17 @@ KEYS: dict[str, Callable[[Any], Any]] = {
     "exploration_initial_eps": _number,
     "exploration_final_eps": _number,
     "max_grad_norm": _number,
+    "noise_type": _noise_type,
+    "noise_std": _number,
+    "ent_coef": _ent_coef,
+    "target_entropy": _ent_coef,
+    "use_sde": _flag,
+    "sde_sample_freq": _integer(-1),
+    "use_sde_at_warmup": _flag,
+    "policy_delay": _integer(1),
+    "target_policy_noise": _number,
+    "target_noise_clip": _number,
+    "top_quantiles_to_drop_per_net": _integer(0),
 }
 
 #: Those that are no arguments of the algorithm
@@ -323,11 +349,13 @@ def full_env_id(env_id: str) -> str:
     return env_id
 
 
-def load_hyperparams(path: Path, env_id: str) -> Hyperparams:
+def load_hyperparams(path: Path, env_id: str, is_continuous: bool = False) -> Hyperparams:
     """
     :param path: YAML file in rl-zoo's form: a mapping from environments to their hyperparameters,
-        with ``atari`` for all of Atari's games and ``default`` for what has no place of its own
+        with ``atari`` for all of Atari's games and ``default`` for what has no place of its own;
+        ``continuous`` comes before it for agents with continuous actions
     :param env_id: full Gymnasium id
+    :param is_continuous: whether the agents have continuous actions
     :return: the checked hyperparameters of that environment, ready for JSON
     :raises SettingsError: if the file can't be read, has nothing for that environment, or a key
         or value that is not allowed
@@ -337,7 +365,8 @@ def load_hyperparams(path: Path, env_id: str) -> Hyperparams:
         raise SettingsError(f"{path} must map environments to their hyperparameters")
     name = env_id.rpartition(":")[2]
     is_atari = "AtariEnv" in str(gym.spec(name).entry_point)
-    places = [env_id, name, name.rpartition("/")[2], *(["atari"] if is_atari else []), "default"]
+    places = [env_id, name, name.rpartition("/")[2], *(["atari"] if is_atari else [])]
+    places += ["continuous", "default"] if is_continuous else ["default"]
     section = next((place for place in places if place in content), None)
     if section is None:
         raise SettingsError(

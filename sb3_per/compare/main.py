@@ -74,7 +74,8 @@ def plan(settings: CompareSettings) -> tuple[list[Run], dict[str, Any]]:
     environments = {}
     for name in settings.envs:
         env_id = full_env_id(name)
-        environments[env_id] = _hyperparams(settings, env_id)
+        is_continuous = all(agent.is_actor_critic for agent in agents)
+        environments[env_id] = _hyperparams(settings, env_id, is_continuous)
         for agent in agents:
             agent.check(environments[env_id])
     in_common: dict[str, Any] = {
@@ -113,8 +114,8 @@ def plan(settings: CompareSettings) -> tuple[list[Run], dict[str, Any]]:
     }
 
 
-def _hyperparams(settings: CompareSettings, env_id: str) -> dict[str, Any]:
-    hyperparams = load_hyperparams(settings.hyperparams or DEFAULT_FILE, env_id)
+def _hyperparams(settings: CompareSettings, env_id: str, is_continuous: bool) -> dict[str, Any]:
+    hyperparams = load_hyperparams(settings.hyperparams or DEFAULT_FILE, env_id, is_continuous)
     n_timesteps = settings.timesteps or round(hyperparams["n_timesteps"] * settings.share)
     hyperparams["n_timesteps"] = max(n_timesteps, 1)
     return hyperparams

@@ -107,9 +107,10 @@ class CompareSettings(RunSettings):
     missing there.
 
     :param envs: Gymnasium ids; `module:Id` imports the module first
-    :param agents: `uniform` (DQN), `per` (PERDQN), `qrdqn`, `per_qrdqn`, with options of the
-        algorithm in parentheses: "per(alpha=0.8, double_q=True)". The others are compared with
-        the first.
+    :param agents: `uniform` (DQN), `per` (PERDQN), `qrdqn`, `per_qrdqn`; for continuous actions
+        `sac`, `per_sac`, `td3`, `per_td3`, `ddpg`, `per_ddpg`, `tqc`, `per_tqc`; with options of
+        the algorithm in parentheses: "per(alpha=0.8, double_q=True)". The others are compared
+        with the first.
     :param n_seeds: runs of each agent on each environment; 10, or 3 with --quick
     :param quick: a look that takes minutes: 3 seeds, and 30 % of each budget
     :param budget: share of each environment's n_timesteps to train for; 1, or 0.3 with --quick

@@ -441,19 +441,18 @@ def _misfit(value: Any, form: Any, where: str = "") -> str | None:
     :param where: its place in the file
     :return: what is wrong with it; None if nothing is
     """
-    kind = form if not isinstance(form, dict | list) else type(form)
+    kind = type(form) if isinstance(form, dict | list) else form
     if not isinstance(value, kind) or (isinstance(value, bool) and form is not object):
         return f"{where or 'the whole'} is {json.dumps(value)[:80]}"
     parts: list[tuple[str, Any, Any]] = []
     if isinstance(form, list):
         parts = [(f"{where}[{n}]", part, form[0]) for n, part in enumerate(value)]
-    elif isinstance(form, dict) and str in form:
-        parts = [(f"{where} {key}".strip(), part, form[str]) for key, part in value.items()]
     elif isinstance(form, dict):
-        missing = [key for key in form if key not in value]
+        its = dict.fromkeys(value, form[str]) if str in form else form
+        missing = [key for key in its if key not in value]
         if missing:
             return f"{where or 'it'} has no {missing[0]!r}"
-        parts = [(f"{where} {key}".strip(), value[key], part) for key, part in form.items()]
+        parts = [(f"{where} {key}".strip(), value[key], its[key]) for key in its]
     problems = (_misfit(part, its_form, place) for place, part, its_form in parts)
     return next((problem for problem in problems if problem), None)
 

@@ -140,7 +140,12 @@ def make_env(env_id: str, hyperparams: Hyperparams, n_envs: int, seed: int) -> V
 
 def _has_channels_last(space: spaces.Space[Any]) -> bool:
     parts = space.spaces.values() if isinstance(space, spaces.Dict) else [space]
-    return any(is_image_space(part) and not is_image_space_channels_first(part) for part in parts)
+    return any(
+        isinstance(part, spaces.Box)
+        and is_image_space(part)
+        and not is_image_space_channels_first(part)
+        for part in parts
+    )
 
 
 def try_out(
@@ -262,7 +267,8 @@ def _train(run: Run) -> Tables:
     env = make_env(run.env_id, hyperparams, hyperparams.get("n_envs", 1), run.seed)
     evaluation_env = _evaluation_env(run)
     try:
-        model = parse_agent(run.agent).make(env, hyperparams, run.seed, run.device)
+        agent = parse_agent(run.agent)
+        model = agent.make(env, hyperparams, run.seed, run.device)
         recorder = EpisodeRecorder()
         evaluation = GreedyEvaluation(evaluation_env, max(n_timesteps // run.n_evals, 1))
         snapshots = ReplaySnapshotCallback(
@@ -270,8 +276,12 @@ def _train(run: Run) -> Tables:
             max(n_timesteps // run.n_snapshots, 1) if run.n_snapshots else None,
             run.max_transitions,
         )
+        callbacks: list[BaseCallback] = [recorder, evaluation]
+        if not agent.is_actor_critic:
+            # SB3's actor-critics don't tell the TD errors of given transitions
+            callbacks.append(snapshots)
         start = time.perf_counter()
-        model.learn(n_timesteps, callback=[recorder, evaluation, snapshots], log_interval=None)  # type: ignore[arg-type]
+        model.learn(n_timesteps, callback=callbacks, log_interval=None)  # type: ignore[arg-type]
         seconds = time.perf_counter() - start
         cells = Cells.of(env)
     finally:

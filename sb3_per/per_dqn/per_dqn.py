@@ -13,18 +13,19 @@ from sb3_per.buffers.replay import (
     InitialPriority,
     Prioritization,
     WeightNormalization,
-    check_flag,
 )
 from sb3_per.buffers.samples import PrioritizedReplayBufferSamples
+from sb3_per.common.compiled import CompiledOffPolicyAlgorithm
 from sb3_per.common.losses import LOSSES, Loss, check_loss
-from sb3_per.common.off_policy import PrioritizedOffPolicyAlgorithm
+from sb3_per.common.mlp import DQN_ARCHITECTURE
+from sb3_per.common.priorities import Priority, PriorityContext
 
 __all__ = ["PERDQN"]
 
 SelfPERDQN = TypeVar("SelfPERDQN", bound="PERDQN")
 
 
-class PERDQN(PrioritizedOffPolicyAlgorithm, DQN):
+class PERDQN(CompiledOffPolicyAlgorithm, DQN):
     """
     DQN with prioritized experience replay.
 
@@ -95,10 +96,31 @@ class PERDQN(PrioritizedOffPolicyAlgorithm, DQN):
         each is replayed soon (Schaul et al. 2016, algorithm 1, line 6); or ``"td_error"``, that of
         their own error under the networks of the next ``train``, which looks at each new
         transition once. The latter can help where there are more new transitions than draws.
+    :param priority: what becomes the priority of a transition, in place of the absolute TD error:
+        ``"td_error"``, that error itself; ``"clipped"``, the larger one of it and 1 (LAP, Fujimoto
+        et al. 2020, with ``loss="huber", alpha=0.4, beta=0, beta_final=0``); ``"reducible"``, how
+        much smaller the loss of the target network is, at least 0 (ReLo, Sujit et al. 2023); or a
+        function of a :class:`~sb3_per.PriorityContext` that returns one number of at least 0 for
+        each transition. ``docs/priorities.md`` has more.
+    :param compiled: train small networks by compiled code: on the CPU, where the policy is
+        ``MlpPolicy`` as SB3 makes it (``nn.Linear`` with ReLU or Tanh, float32) and the optimizer
+        is Adam. The results are torch's up to float32 rounding, several times as fast. Anything
+        else is trained by torch, and so is everything with False. :attr:`uses_compiled_update`
+        says which it is, ``verbose=1`` why.
     :raises ValueError: if an option is out of its range, ``replay_buffer_class`` can't be used
         with priorities, ``replay_buffer_kwargs`` contradict an option, or the actions don't start
         at 0
     """
+
+    _architecture = DQN_ARCHITECTURE
+    _compiled_methods = (
+        "_context",
+        "_priorities_of",
+        "_q_values_of",
+        "_target_q_values",
+        "priority_context",
+        "td_errors",
+    )
 
     def __init__(
         self,
@@ -139,6 +161,8 @@ class PERDQN(PrioritizedOffPolicyAlgorithm, DQN):
         loss: Loss = "huber",
         prioritization: Prioritization = "proportional",
         initial_priority: InitialPriority = "max",
+        priority: Priority = "td_error",
+        compiled: bool = True,
     ) -> None:
         super().__init__(
             policy,
@@ -169,6 +193,7 @@ class PERDQN(PrioritizedOffPolicyAlgorithm, DQN):
             _init_setup_model=False,
         )
         self.double_q = double_q
+        self.compiled = compiled
         self.loss = loss
         self._set_per_options(
             alpha=alpha,
@@ -179,13 +204,13 @@ class PERDQN(PrioritizedOffPolicyAlgorithm, DQN):
             weight_normalization=weight_normalization,
             prioritization=prioritization,
             initial_priority=initial_priority,
+            priority=priority,
         )
         if _init_setup_model:
             self._setup_model()
 
     def _check_per_options(self) -> None:
         super()._check_per_options()
-        check_flag("double_q", self.double_q)
         check_loss(self.loss)
 
     def train(self, gradient_steps: int, batch_size: int = 100) -> None:
@@ -199,6 +224,8 @@ class PERDQN(PrioritizedOffPolicyAlgorithm, DQN):
         :param batch_size: number of transitions in each
         """
         self._prepare_replay()
+        if self._train_compiled(gradient_steps, batch_size):
+            return
         # Switch to train mode (this affects batch norm / dropout)
         self.policy.set_training_mode(True)
         # Update learning rate according to schedule
@@ -214,9 +241,10 @@ class PERDQN(PrioritizedOffPolicyAlgorithm, DQN):
 
             # Before the step, so that an error that is not finite stops training while the
             # network is still whole
-            td_errors = target_q_values - current_q_values.detach()
-            self.replay_buffer.update_priorities(replay_data.indices, td_errors)
-            errors.append(td_errors)
+            context = self._context(replay_data, current_q_values, target_q_values)
+            priorities = self._priorities_of(context)
+            self.replay_buffer.update_priorities(replay_data.indices, priorities)
+            errors.append(context.td_errors)
             weights.append(replay_data.weights)
 
             # The weight is outside of the Huber loss: it scales large errors, too
@@ -268,6 +296,29 @@ class PERDQN(PrioritizedOffPolicyAlgorithm, DQN):
         q_values: th.Tensor = self.q_net(replay_data.observations)  # (batch, n_actions)
         # Retrieve the q-values for the actions from the replay buffer
         return th.gather(q_values, dim=1, index=replay_data.actions.long())
+
+    def _context(
+        self, batch: PrioritizedReplayBufferSamples, q_values: th.Tensor, targets: th.Tensor
+    ) -> PriorityContext:
+        return PriorityContext(
+            batch,
+            q_values,
+            targets,
+            losses_of=LOSSES[self.loss],
+            target_estimates=lambda: th.gather(
+                self.q_net_target(batch.observations), dim=1, index=batch.actions.long()
+            ),
+        )
+
+    def priority_context(self, batch: PrioritizedReplayBufferSamples) -> PriorityContext:
+        """
+        What a priority function gets to see of a batch, under the networks as they are.
+
+        :param batch: transitions from the replay buffer
+        :return: the context
+        """
+        with th.no_grad():
+            return self._context(batch, self._q_values_of(batch), self._target_q_values(batch))
 
     def td_errors(self, batch: PrioritizedReplayBufferSamples) -> th.Tensor:
         """

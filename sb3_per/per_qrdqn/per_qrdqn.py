@@ -4,7 +4,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch as th
-from sb3_contrib.qrdqn.policies import QRDQNPolicy
+from sb3_contrib.qrdqn.policies import QRDQNPolicy, QuantileNetwork
 from sb3_contrib.qrdqn.qrdqn import QRDQN
 from stable_baselines3.common.buffers import ReplayBuffer
 from stable_baselines3.common.type_aliases import GymEnv, MaybeCallback, Schedule
@@ -13,18 +13,19 @@ from sb3_per.buffers.replay import (
     InitialPriority,
     Prioritization,
     WeightNormalization,
-    check_flag,
 )
 from sb3_per.buffers.samples import PrioritizedReplayBufferSamples
+from sb3_per.common.compiled import CompiledOffPolicyAlgorithm
 from sb3_per.common.losses import quantile_huber_loss
-from sb3_per.common.off_policy import PrioritizedOffPolicyAlgorithm
+from sb3_per.common.mlp import Architecture
+from sb3_per.common.priorities import Priority, PriorityContext
 
 __all__ = ["PERQRDQN", "wasserstein_distance"]
 
 SelfPERQRDQN = TypeVar("SelfPERQRDQN", bound="PERQRDQN")
 
 
-class PERQRDQN(PrioritizedOffPolicyAlgorithm, QRDQN):
+class PERQRDQN(CompiledOffPolicyAlgorithm, QRDQN):
     """
     Quantile Regression DQN with prioritized experience replay.
 
@@ -100,10 +101,29 @@ class PERQRDQN(PrioritizedOffPolicyAlgorithm, QRDQN):
         each is replayed soon (Schaul et al. 2016, algorithm 1, line 6); or ``"td_error"``, that of
         their own error under the networks of the next ``train``, which looks at each new
         transition once. The latter can help where there are more new transitions than draws.
+    :param priority: what becomes the priority of a transition, in place of that distance: a name or
+        a function, as in :class:`~sb3_per.PERDQN`. ``"clipped"`` is the larger one of the distance
+        and 1, ``"reducible"`` compares quantile Huber losses. The quantiles and their targets are
+        ``estimates`` and ``targets`` of the :class:`~sb3_per.PriorityContext`.
+    :param compiled: train small networks by compiled code: on the CPU, where the policy is
+        ``MlpPolicy`` as SB3 makes it (``nn.Linear`` with ReLU or Tanh, float32) and the optimizer
+        is Adam. The results are torch's up to float32 rounding, several times as fast. Anything
+        else is trained by torch, and so is everything with False. :attr:`uses_compiled_update`
+        says which it is, ``verbose=1`` why.
     :raises ValueError: if an option is out of its range, ``replay_buffer_class`` can't be used
         with priorities, ``replay_buffer_kwargs`` contradict an option, or the actions don't start
         at 0
     """
+
+    _architecture = Architecture(QRDQNPolicy, QuantileNetwork, "quantile_net", has_quantiles=True)
+    _compiled_methods = (
+        "_context",
+        "_priorities_of",
+        "_quantiles_of",
+        "_target_quantiles",
+        "priority_context",
+        "td_errors",
+    )
 
     def __init__(
         self,
@@ -143,6 +163,8 @@ class PERQRDQN(PrioritizedOffPolicyAlgorithm, QRDQN):
         double_q: bool = False,
         prioritization: Prioritization = "proportional",
         initial_priority: InitialPriority = "max",
+        priority: Priority = "td_error",
+        compiled: bool = True,
     ) -> None:
         super().__init__(
             policy,
@@ -173,6 +195,7 @@ class PERQRDQN(PrioritizedOffPolicyAlgorithm, QRDQN):
             _init_setup_model=False,
         )
         self.double_q = double_q
+        self.compiled = compiled
         self._set_per_options(
             alpha=alpha,
             beta=beta,
@@ -182,13 +205,10 @@ class PERQRDQN(PrioritizedOffPolicyAlgorithm, QRDQN):
             weight_normalization=weight_normalization,
             prioritization=prioritization,
             initial_priority=initial_priority,
+            priority=priority,
         )
         if _init_setup_model:
             self._setup_model()
-
-    def _check_per_options(self) -> None:
-        super()._check_per_options()
-        check_flag("double_q", self.double_q)
 
     def train(self, gradient_steps: int, batch_size: int = 100) -> None:
         """
@@ -201,6 +221,8 @@ class PERQRDQN(PrioritizedOffPolicyAlgorithm, QRDQN):
         :param batch_size: number of transitions in each
         """
         self._prepare_replay()
+        if self._train_compiled(gradient_steps, batch_size):
+            return
         # Switch to train mode (this affects batch norm / dropout)
         self.policy.set_training_mode(True)
         # Update learning rate according to schedule
@@ -216,9 +238,10 @@ class PERQRDQN(PrioritizedOffPolicyAlgorithm, QRDQN):
 
             # Before the step, so that an error that is not finite stops training while the
             # network is still whole
-            td_errors = wasserstein_distance(current_quantiles.detach(), target_quantiles)
-            self.replay_buffer.update_priorities(replay_data.indices, td_errors)
-            errors.append(td_errors)
+            context = self._context(replay_data, current_quantiles, target_quantiles)
+            priorities = self._priorities_of(context)
+            self.replay_buffer.update_priorities(replay_data.indices, priorities)
+            errors.append(context.td_errors)
             weights.append(replay_data.weights)
 
             # A row for each transition, a column for each target quantile
@@ -271,6 +294,30 @@ class PERQRDQN(PrioritizedOffPolicyAlgorithm, QRDQN):
         :return: quantiles of its actions, shape ``(batch, n_quantiles)``
         """
         return _of_actions(self.quantile_net(replay_data.observations), replay_data.actions)
+
+    def _context(
+        self, batch: PrioritizedReplayBufferSamples, quantiles: th.Tensor, targets: th.Tensor
+    ) -> PriorityContext:
+        return PriorityContext(
+            batch,
+            quantiles,
+            targets,
+            errors_of=wasserstein_distance,
+            losses_of=lambda *pair: quantile_huber_loss(*pair).mean(dim=1, keepdim=True),
+            target_estimates=lambda: _of_actions(
+                self.quantile_net_target(batch.observations), batch.actions
+            ),
+        )
+
+    def priority_context(self, batch: PrioritizedReplayBufferSamples) -> PriorityContext:
+        """
+        What a priority function gets to see of a batch, under the networks as they are.
+
+        :param batch: transitions from the replay buffer
+        :return: the context
+        """
+        with th.no_grad():
+            return self._context(batch, self._quantiles_of(batch), self._target_quantiles(batch))
 
     def td_errors(self, batch: PrioritizedReplayBufferSamples) -> th.Tensor:
         """

@@ -354,8 +354,7 @@ def _remove_all(tree: Ranks, entries: IntArray, n: int) -> None:
     """
     Take out entries.
 
-    The loop's body is not a function of its own, which would get all the arrays handed over each
-    time.
+    The loop's body is not a separate function: each call would pass all the arrays.
 
     :param entries: the first ``n`` are taken out; all of them are there
     """
@@ -389,10 +388,10 @@ def _remove_all(tree: Ranks, entries: IntArray, n: int) -> None:
 @compile_kernel
 def _make_room(tree: Ranks, slot: Integer, end: Integer) -> None:
     """
-    Move the children behind a slot one further and copy its own separator to the place that gets
+    Move the children behind a slot one further and copy its own separator to the place that is then
     free.
 
-    :param slot: the new place will be behind it
+    :param slot: slot before the new place
     :param end: one past the last slot of the list, which is not full
     """
     node_keys = tree.free_blocks.shape[0] * BLOCK
@@ -559,8 +558,8 @@ def _note_ends(tree: Ranks, shift: int) -> None:
 @compile_kernel
 def _sort(numbers: IntArray) -> IntArray:
     """
-    Sort by one byte after the other, the last one first. numba's own sort takes five times as long,
-    and seconds more to compile.
+    Sort by one byte after the other, the last one first. numba's own sort takes three times as
+    long, and seconds more to compile.
 
     :param numbers: not negative; overwritten
     :return: the same ones, ascending
@@ -775,20 +774,38 @@ def arrange(
 
 
 @compile_kernel
-def copy(tree: Ranks, to: Ranks) -> None:
+def copy(
+    leaves: FloatArray,
+    keys: IntArray,
+    kids: ShortArray,
+    counts: ShortArray,
+    sizes: ShortArray,
+    free_blocks: ShortArray,
+    free_nodes: ShortArray,
+    head: IntArray,
+    to_leaves: FloatArray,
+    to_keys: IntArray,
+    to_kids: ShortArray,
+    to_counts: ShortArray,
+    to_sizes: ShortArray,
+    to_free_blocks: ShortArray,
+    to_free_nodes: ShortArray,
+    to_head: IntArray,
+) -> None:
     """
     Copy a tree as it is at one moment. NumPy would let other threads write meanwhile.
 
-    :param to: receives all arrays, same shapes
+    :param leaves: this and the next ones are the arrays of :class:`Ranks`
+    :param to_leaves: this and the next ones receive them, same shapes
     """
-    copy_array(tree.leaves, to.leaves)
-    copy_array(tree.keys, to.keys)
-    copy_array(tree.kids, to.kids)
-    copy_array(tree.counts, to.counts)
-    copy_array(tree.sizes, to.sizes)
-    copy_array(tree.free_blocks, to.free_blocks)
-    copy_array(tree.free_nodes, to.free_nodes)
-    copy_array(tree.head, to.head)
+    copy_array(leaves, to_leaves)
+    copy_array(keys, to_keys)
+    copy_array(kids, to_kids)
+    copy_array(counts, to_counts)
+    copy_array(sizes, to_sizes)
+    copy_array(free_blocks, to_free_blocks)
+    copy_array(free_nodes, to_free_nodes)
+    copy_array(head, to_head)
 
 
 @compile_kernel

@@ -53,12 +53,14 @@ FOUND = -1
 NO_MASS = -2
 
 
-class Kernel(CPUDispatcher):  # type: ignore[misc]  # numba's classes have no types
+class Kernel(CPUDispatcher):
     """
     A function compiled by numba that does without numba's cache on disk where that fails: a full
     disk, a folder that can't be written, a damaged file. numba itself lets such errors out of the
     call, though it could compile the function just as well.
     """
+
+    _cache: Any  # of the base class, which gives it no type
 
     def compile(self, sig: Any) -> Any:
         """
@@ -98,7 +100,7 @@ def compile_kernel(function: _F, fastmath: frozenset[str] = frozenset()) -> _F:
         because the trees promise that a node equals the sum of its children to the last bit
     :return: its compiled form; the function itself when ``NUMBA_DISABLE_JIT`` is set
     """
-    if numba.config.DISABLE_JIT:
+    if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]  # made by numba's import
         return function
     options = {"nopython": True, "error_model": "numpy", "fastmath": set(fastmath)}
     kernel = Kernel(function, targetoptions=options)

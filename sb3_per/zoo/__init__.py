@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import sb3_per_envs
+from sb3_per.common.priorities import PRIORITIES
 
 if TYPE_CHECKING:
     import optuna
@@ -23,6 +24,10 @@ __all__ = ["ALGORITHMS", "COMMANDS", "hyperparameters_of", "main", "register"]
 ALGORITHMS = {
     "per_dqn": ("sb3_per.per_dqn", "PERDQN"),
     "per_qrdqn": ("sb3_per.per_qrdqn", "PERQRDQN"),
+    "per_sac": ("sb3_per.per_sac", "PERSAC"),
+    "per_td3": ("sb3_per.per_td3", "PERTD3"),
+    "per_ddpg": ("sb3_per.per_td3", "PERDDPG"),
+    "per_tqc": ("sb3_per.per_tqc", "PERTQC"),
 }
 
 #: Subcommands, and rl-zoo3's functions that they hand over to
@@ -36,7 +41,7 @@ COMMANDS = {
 
 USAGE = f"""usage: sb3-per zoo {{{",".join(COMMANDS)}}} ...
 
-rl-zoo3 with {" and ".join(ALGORITHMS)}, and with the environments of sb3_per_envs:
+rl-zoo3 with {", ".join(ALGORITHMS)}, and with the environments of sb3_per_envs:
 
   sb3-per zoo train --algo per_dqn --env CartPole-v1 -P
   sb3-per zoo enjoy --algo per_dqn --env CartPole-v1
@@ -59,20 +64,17 @@ def register() -> None:
 
     :raises ModuleNotFoundError: if rl-zoo3 is not installed (extra ``zoo``)
     """
-    from rl_zoo3.hyperparams_opt import (
-        HYPERPARAMS_CONVERTER,
-        HYPERPARAMS_SAMPLER,
-        sample_dqn_params,
-        sample_qrdqn_params,
-    )
+    from rl_zoo3.hyperparams_opt import HYPERPARAMS_CONVERTER, HYPERPARAMS_SAMPLER
     from rl_zoo3.utils import ALGOS
 
     sb3_per_envs.register_envs()
-    for name, sample in (("per_dqn", sample_dqn_params), ("per_qrdqn", sample_qrdqn_params)):
+    for name in ALGORITHMS:
+        original = name.removeprefix("per_")
         ALGOS[name] = _class_of(name)
-        HYPERPARAMS_SAMPLER[name] = _with_per_options(sample)  # type: ignore[assignment]
+        sample: Any = HYPERPARAMS_SAMPLER[original]
+        HYPERPARAMS_SAMPLER[name] = _with_per_options(sample, "dqn" in name)  # type: ignore[assignment]
         # Passes on what it doesn't know
-        HYPERPARAMS_CONVERTER[name] = HYPERPARAMS_CONVERTER["dqn"]
+        HYPERPARAMS_CONVERTER[name] = HYPERPARAMS_CONVERTER[original]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -154,20 +156,23 @@ def _for_playing(algorithm: type[Any]) -> type[Any]:
 Sampler = Callable[["optuna.Trial", int, int, dict[str, Any]], dict[str, Any]]
 
 
-def _with_per_options(sample: Sampler) -> Sampler:
+def _with_per_options(sample: Sampler, has_double_q: bool) -> Sampler:
     """
     :param sample: of rl-zoo3, suggests the hyperparameters that an algorithm shares with ours
+    :param has_double_q: whether ``double_q`` is an option of the algorithm
     :return: the same, with the options of prioritized replay
     """
 
     def sample_with_per_options(
         trial: "optuna.Trial", n_actions: int, n_envs: int, additional_args: dict[str, Any]
     ) -> dict[str, Any]:
-        return {
-            **sample(trial, n_actions, n_envs, additional_args),
+        options = {
             "alpha": trial.suggest_float("alpha", 0.0, 1.0),
             "beta": trial.suggest_float("beta", 0.0, 1.0),
-            "double_q": trial.suggest_categorical("double_q", [False, True]),
+            "priority": trial.suggest_categorical("priority", list(PRIORITIES)),
         }
+        if has_double_q:
+            options["double_q"] = trial.suggest_categorical("double_q", [False, True])
+        return {**sample(trial, n_actions, n_envs, additional_args), **options}
 
     return sample_with_per_options

@@ -1,71 +1,38 @@
+"""README and docs: links lead somewhere, tables say what the code does."""
+
+import inspect
 import re
-import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-# Old releases of other packages use what newer ones of theirs deprecate
-WARNINGS = ("-W", "error", "-W", "default::DeprecationWarning")
-README = Path(__file__).parents[2] / "README.md"
-SNIPPETS = re.findall(r"^```python\n(.*?)^```$", README.read_text(), re.DOTALL | re.MULTILINE)
+from sb3_per import PERDQN
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def run(code: str, folder: Path) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [sys.executable, *WARNINGS, "-c", code],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-
-
-def test_readme_has_the_snippets_that_these_tests_run() -> None:
-    assert len(SNIPPETS) == 6
-    assert README.read_text().count("```python") == len(SNIPPETS)
-
-
-@pytest.mark.parametrize("number", range(len(SNIPPETS)))
-def test_snippet_runs_by_itself_in_an_empty_folder(number: int, tmp_path: Path) -> None:
-    # What the snippet must have done by its end
-    proofs = [
-        "assert (model.num_timesteps, env.action_space.contains(action)) == (2000, True)",
-        "assert (buffer.n_transitions, buffer.beta, batch.weights.shape) == (100, 0.401, (32, 1))",
-        "assert (set(indices), len(priorities)) == ({0, 2}, 256)",
-        "assert (first.episode, last.episode, len(last.td_errors) > 100) == (0, 20, True)",
-        "assert env.observation_space.shape == (20,)",
-        "assert env.observation_space.shape == (12,)",
-    ]
-    result = run(f"{SNIPPETS[number]}\n{proofs[number]}", tmp_path)
-    assert result.returncode == 0, result.stderr
-
-
-DOCS = README.parent / "docs"
-PAGES = sorted(DOCS.glob("*.md"))
+def is_there(target: Path) -> bool:
+    """Whether a file exists; one of the library may be where that is installed."""
+    parts = target.resolve().relative_to(ROOT).parts
+    if parts[0] != "sb3_per":
+        return target.exists()
+    spec = find_spec("sb3_per")
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parent.joinpath(*parts[1:]).exists()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.stem))
-def test_snippets_of_the_docs_run(page: Path, tmp_path: Path) -> None:
-    snippets = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
-    assert page.read_text().count("```python") == len(snippets)
-    for snippet in snippets:
-        result = run(snippet, tmp_path)
-        assert result.returncode == 0, result.stderr
-
-
-@pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: str(page.stem))
 def test_links_lead_somewhere(page: Path) -> None:
     links = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text())
-    assert [link for link in links if not (page.parent / link).exists()] == []
+    assert [link for link in links if not is_there(page.parent / link)] == []
 
 
 def test_arguments_table_has_the_defaults_of_the_code() -> None:
-    import inspect
-
-    from sb3_per import PERDQN
-
     parameters = inspect.signature(PERDQN).parameters
     rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| ([^|]+) \|", README.read_text(), re.MULTILINE)
     documented = {
@@ -85,7 +52,7 @@ def test_arguments_table_has_the_defaults_of_the_code() -> None:
 
 
 def test_settings_table_is_that_of_the_cartpole_example() -> None:
-    sys.path.insert(0, str(README.parent / "examples"))
+    sys.path.insert(0, str(ROOT / "examples"))
     try:
         from cartpole import SETTINGS, TIMESTEPS
     finally:

@@ -116,25 +116,26 @@ def stop(folder: Path, number: signal.Signals, to_all: bool, *arguments: str) ->
     :param to_all: whether all processes of the command get it, as from a terminal
     :return: exit code, and output up to the end of the last process that has it open
     """
-    process = subprocess.Popen(
+    # Its pipe is closed in any case
+    with subprocess.Popen(
         command(*arguments),
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-    )
-    try:
-        end = time.monotonic() + TIMEOUT
-        while len(finished(folder)) < 2 or not list(folder.glob("waiting-*")):
-            assert process.poll() is None, process.communicate()[0]
-            assert time.monotonic() < end
-            time.sleep(0.01)
-        (os.killpg if to_all else os.kill)(process.pid, number)
-        out, _ = process.communicate(timeout=TIMEOUT)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+    ) as process:
+        try:
+            end = time.monotonic() + TIMEOUT
+            while len(finished(folder)) < 2 or not list(folder.glob("waiting-*")):
+                assert process.poll() is None, process.communicate()[0]
+                assert time.monotonic() < end
+                time.sleep(0.01)
+            (os.killpg if to_all else os.kill)(process.pid, number)
+            out, _ = process.communicate(timeout=TIMEOUT)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
     return process.returncode, out
 
 
@@ -162,11 +163,12 @@ def test_command_is_installed() -> None:
 def test_stopped_comparison_ends_its_workers_and_resumes_with_the_rest(
     tmp_path: Path, gate: list[str], jobs: int, number: signal.Signals, to_all: bool
 ) -> None:
-    # More runs than two workers can have in their queue
-    arguments = [*gate, "--n-seeds", str(2 * jobs), "--jobs", str(jobs)]
+    # For two workers, many more than their queue holds
+    n_seeds = 2 if jobs == 1 else 8
+    arguments = [*gate, "--n-seeds", str(n_seeds), "--jobs", str(jobs)]
     code, out = stop(tmp_path, number, to_all, *arguments)
     assert code == 130, out
-    message = f"Stopped: 2 of {4 * jobs} runs are finished and kept. The same command makes the"
+    message = f"Stopped: 2 of {2 * n_seeds} runs are finished and kept. The same command makes the"
     assert message in out
     assert "Traceback" not in out
     kept = finished(tmp_path)

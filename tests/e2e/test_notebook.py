@@ -19,7 +19,7 @@ import nbformat
 from nbclient import NotebookClient
 
 notebook = nbformat.read(sys.argv[1], 4)
-NotebookClient(notebook, timeout=900, kernel_name="python3").execute()
+NotebookClient(notebook, timeout=3600, kernel_name="python3").execute()
 nbformat.write(notebook, sys.argv[2])
 """
 

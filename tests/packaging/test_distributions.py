@@ -9,6 +9,11 @@ from pathlib import Path
 
 import pytest
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = {"sb3_per": ROOT / "sb3_per", "sb3_per_envs": ROOT / "envs" / "sb3_per_envs"}
 
@@ -61,15 +66,24 @@ def test_wheel_holds_the_two_packages_and_nothing_else(built: Path) -> None:
     }
 
 
-def test_source_distribution_holds_what_the_tests_need(built: Path) -> None:
+def test_source_distribution_holds_what_the_checks_need(built: Path) -> None:
+    """The tests, and every folder that mypy's settings and the documentation name."""
     (sdist,) = built.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    tests = {
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    folders = {
+        *settings["tool"]["mypy"]["files"],
+        *settings["tool"]["pytest"]["ini_options"]["testpaths"],
+        "docs",
+    }
+    assert {"scripts", "studies", "tests"} <= folders
+    expected = {
         path.relative_to(ROOT).as_posix()
-        for path in (ROOT / "tests").rglob("*")
+        for folder in folders
+        for path in (ROOT / folder).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    rest = {"CHANGELOG.md", "LICENSE", "Makefile", "README.md", "constraints.txt", "pyproject.toml"}
-    assert tests | rest <= names
+    files = {"CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md"}
+    assert expected | files | {"constraints.txt", "pyproject.toml"} <= names
     assert not any(name.startswith("stray") for name in names)

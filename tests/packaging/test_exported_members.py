@@ -77,6 +77,15 @@ def is_override(path: str, value: Any) -> bool:
     return any(method[0] in vars(base) for base in bases if not is_ours(base))
 
 
+def has_constructor_of_another_library(value: Any) -> bool:
+    """Whether a class is made as its base class there is, whose documentation then holds."""
+    if not inspect.isclass(value):
+        return False
+    # ``object`` has one without a module, which named tuples keep
+    module = getattr(value.__init__, "__module__", None)
+    return module is not None and not is_ours(value.__init__)
+
+
 DOCUMENTABLE = dict(documentable())
 
 
@@ -84,7 +93,7 @@ DOCUMENTABLE = dict(documentable())
 def test_all_lists_every_public_member(package: str) -> None:
     module = importlib.import_module(package)
     # What is imported when it is asked for
-    lazy = {"PERQRDQN"} & set(module.__all__)
+    lazy = {"PERQRDQN", "PERTQC"} & set(module.__all__)
     listed = set(module.__all__) - {"__version__"}
     assert sorted(listed - lazy) == [name for name in public_members(module) if name not in lazy]
 
@@ -109,7 +118,7 @@ def test_public_member_is_documented(path: str) -> None:
 @pytest.mark.parametrize("path", [path for path, value in DOCUMENTABLE.items() if callable(value)])
 def test_every_parameter_is_documented(path: str) -> None:
     value = DOCUMENTABLE[path]
-    if is_override(path, value):
+    if is_override(path, value) or has_constructor_of_another_library(value):
         return
     text = inspect.getdoc(value) or ""
     if inspect.isclass(value):

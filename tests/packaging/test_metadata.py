@@ -95,3 +95,10 @@ def test_oldest_run_takes_the_lower_bounds(installed: Distribution) -> None:
     for requirement in requirements(installed, "contrib", "experiments"):
         if requirement.name != "torch":
             assert Version(oldest[requirement.name]) == lower_bound(requirement)
+
+
+def test_contributing_lists_every_target_of_the_makefile() -> None:
+    targets = re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
+    page = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    listed = re.findall(r"^\| `make ([a-z-]+)` \|", page, re.MULTILINE)
+    assert sorted(listed) == sorted(set(targets) - {"help"})

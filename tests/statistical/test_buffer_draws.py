@@ -85,7 +85,7 @@ class UniformTwin(PrioritizedReplayBuffer):
     """Ignores the priorities."""
 
     def sample(self, batch_size: int, env: Any = None) -> Any:
-        return self._get_samples(np.random.randint(0, self.n_transitions, size=batch_size), env)
+        return self._get_samples(np.random.randint(0, self.size(), size=batch_size), env)
 
 
 class AlphaTwiceTwin(PrioritizedReplayBuffer):
@@ -106,17 +106,17 @@ class EpsOutsideTwin(PrioritizedReplayBuffer):
 class SwappedAxesTwin(PrioritizedReplayBuffer):
     """Takes the numbers of leaves for ``env * rows + row``."""
 
-    def _get_samples(self, indices: Any, env: Any = None) -> Any:
-        envs, rows = np.divmod(indices, self.buffer_size)
+    def _get_samples(self, batch_inds: Any, env: Any = None) -> Any:
+        envs, rows = np.divmod(batch_inds, self.buffer_size)
         return super()._get_samples(rows * self.n_envs + envs, env)
 
 
 class OtherEnvTwin(PrioritizedReplayBuffer):
     """Takes the row that the tree chose, and any of its environments, as SB3's buffers do."""
 
-    def _get_samples(self, indices: Any, env: Any = None) -> Any:
-        envs = np.random.randint(0, self.n_envs, size=len(indices))
-        return super()._get_samples(indices // self.n_envs * self.n_envs + envs, env)
+    def _get_samples(self, batch_inds: Any, env: Any = None) -> Any:
+        envs = np.random.randint(0, self.n_envs, size=len(batch_inds))
+        return super()._get_samples(batch_inds // self.n_envs * self.n_envs + envs, env)
 
 
 class OffByOneTree(SumTree):

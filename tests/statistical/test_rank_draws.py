@@ -9,18 +9,23 @@ to fail far beyond that.
 from collections.abc import Callable
 
 import numpy as np
-import numpy.typing as npt
 import pytest
-from scipy.stats import chi2, chisquare
+from scipy.stats import chisquare
 
-from sb3_per.trees.rank_tree import RankTree
+from draw_helpers import (
+    RIGHT,
+    WRONG,
+    FloatArray,
+    IntArray,
+    batches,
+    has_one_draw_in_each_stratum,
+    strata,
+)
+from draw_helpers import p_value_of_each_stratum as p_value_of_masses
+from sb3_per.trees import RankTree
 
-FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
 #: Draws so many leaves by the ranks of the priorities given, with some alpha
 Draw = Callable[[FloatArray, float, int], Callable[[], IntArray]]
-
-RIGHT, WRONG = 1e-3, 1e-9
 
 
 def probabilities(leaves: FloatArray, alpha: float) -> FloatArray:
@@ -70,10 +75,6 @@ def by_shares(
     return lambda: order[np.minimum(np.searchsorted(ends, points() * ends[-1], "right"), last)]
 
 
-def strata(batch_size: int) -> FloatArray:
-    return (np.arange(batch_size) + np.random.random_sample(batch_size)) / batch_size
-
-
 def by_priority(leaves: FloatArray, alpha: float, batch_size: int) -> Callable[[], IntArray]:
     """The proportional variant."""
     return by_shares(leaves**alpha, leaves, lambda: strata(batch_size))
@@ -118,39 +119,16 @@ def middle_of_the_stratum(
 # --- checks ---
 
 
-def batches(draw: Callable[[], IntArray], n: int, seed: int = 0) -> IntArray:
+def in_order(drawn: IntArray, leaves: FloatArray, alpha: float) -> tuple[IntArray, FloatArray]:
     """
-    Draw many times.
-
-    :return: drawn leaves, shape ``(n, batch)``
+    :return: ranks of what was drawn, counted from 0, and probabilities of all ranks
     """
-    np.random.seed(seed)
-    return np.array([draw() for _ in range(n)])
+    order = np.argsort(-leaves, kind="stable")
+    return np.argsort(order)[drawn], probabilities(leaves, alpha)[order]
 
 
 def p_value_of_each_stratum(drawn: IntArray, leaves: FloatArray, alpha: float) -> float:
-    """
-    Chi-square test of all strata at once: each row of the table (stratum, leaf) is multinomial,
-    with the share of the stratum that a leaf covers for its probability.
-    """
-    n, batch_size = drawn.shape
-    order = np.argsort(-leaves, kind="stable")
-    ends = np.concatenate([[0.0], np.cumsum(probabilities(leaves, alpha)[order])])
-    ranks = np.argsort(order)[drawn]
-    statistic, freedom = 0.0, 0
-    for j in range(batch_size):
-        expected = np.diff(np.clip(ends * batch_size - j, 0.0, 1.0)) * n
-        counts = np.bincount(ranks[:, j], minlength=len(leaves))
-        if (counts[expected < 1e-9 * n] > 0).any():
-            return 0.0
-        # What hardly overlaps the stratum goes together
-        rare = expected < 5.0
-        expected = np.append(expected[~rare], expected[rare].sum())
-        counts = np.append(counts[~rare], counts[rare].sum())
-        used = expected > 1e-9 * n
-        statistic += float((((counts - expected) ** 2)[used] / expected[used]).sum())
-        freedom += int(used.sum()) - 1
-    return float(chi2.sf(statistic, freedom)) if freedom else 1.0
+    return p_value_of_masses(*in_order(drawn, leaves, alpha))
 
 
 LEAVES = {
@@ -231,16 +209,11 @@ def test_draws_and_writes_in_turn() -> None:
 
 @pytest.mark.parametrize("batch_size", [1, 7, 64, 256])
 def test_every_batch_has_one_draw_in_each_mass(batch_size: int) -> None:
-    """The interval of the leaf drawn j-th overlaps the mass from j to j + 1 strata."""
     leaves = np.random.default_rng(1).pareto(1.2, 1001)
-    order = np.argsort(-leaves, kind="stable")
-    ends = np.concatenate([[0.0], np.cumsum(probabilities(leaves, 0.7)[order])]) * batch_size
-    slack = 1e-9
     for draw, right in ((rank_tree, True), (independent, False)):
-        ranks = np.argsort(order)[batches(draw(leaves, 0.7, batch_size), 300)]
-        low = ends[ranks] < np.arange(1, batch_size + 1) + slack
-        high = ends[ranks + 1] > np.arange(batch_size) - slack
-        assert (low & high).all() == (right or batch_size == 1)
+        drawn = batches(draw(leaves, 0.7, batch_size), 300)
+        found = has_one_draw_in_each_stratum(*in_order(drawn, leaves, 0.7))
+        assert found == (right or batch_size == 1)
 
 
 def test_a_million_leaves() -> None:

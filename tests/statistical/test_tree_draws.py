@@ -6,22 +6,26 @@ a check with probability 0.001 (the seeds are fixed: it passes once and for all)
 to fail far beyond that.
 """
 
-import itertools
 from collections.abc import Callable
 
 import numpy as np
-import numpy.typing as npt
 import pytest
-from scipy.stats import chi2, chisquare
+from scipy.stats import chisquare
 
+from draw_helpers import (
+    RIGHT,
+    WRONG,
+    FloatArray,
+    IntArray,
+    batches,
+    has_one_draw_in_each_stratum,
+    p_value_of_each_stratum,
+    strata,
+)
 from sb3_per import SumTree
 
-FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
 #: Draws so many leaves in proportion to the priorities given
 Draw = Callable[[FloatArray, int], Callable[[], IntArray]]
-
-RIGHT, WRONG = 1e-3, 1e-9
 
 
 # --- a right tree and wrong ones ---
@@ -55,12 +59,8 @@ def search(leaves: FloatArray, values: Callable[[], FloatArray]) -> Callable[[],
     )
 
 
-def strata(batch_size: int) -> FloatArray:
-    return (np.arange(batch_size) + np.random.random_sample(batch_size)) / batch_size
-
-
 def without_the_last_leaf(leaves: FloatArray, batch_size: int) -> Callable[[], IntArray]:
-    """An exclusive end taken for an inclusive one (fault 8)."""
+    """An exclusive end taken for an inclusive one."""
     return search(leaves[:-1], lambda: strata(batch_size))
 
 
@@ -75,7 +75,7 @@ def one_leaf_further(leaves: FloatArray, batch_size: int) -> Callable[[], IntArr
 
 
 def differences_in_float32(leaves: FloatArray, batch_size: int) -> Callable[[], IntArray]:
-    """Sums that remember a large priority which has gone (fault 1)."""
+    """Sums that remember a large priority which is gone."""
     sums = np.cumsum(leaves, dtype=np.float32)
     sums += np.float32(1e7)
     sums -= np.float32(1e7)
@@ -96,38 +96,6 @@ def middle_of_the_stratum(leaves: FloatArray, batch_size: int) -> Callable[[], I
 
 
 # --- checks ---
-
-
-def batches(draw: Callable[[], IntArray], n: int, seed: int = 0) -> IntArray:
-    """
-    :return: drawn leaves, shape ``(n, batch)``
-    """
-    np.random.seed(seed)
-    return np.array([draw() for _ in range(n)])
-
-
-def p_value_of_each_stratum(drawn: IntArray, leaves: FloatArray) -> float:
-    """
-    Chi-square test of all strata at once: each row of the table (stratum, leaf) is multinomial,
-    with the share of the stratum that a leaf covers for its probability.
-    """
-    n, batch_size = drawn.shape
-    ends = np.concatenate([[0.0], np.cumsum(leaves)]) / leaves.sum()
-    statistic, freedom = 0.0, 0
-    for j in range(batch_size):
-        inside = np.clip(ends * batch_size - j, 0.0, 1.0)
-        expected = np.diff(inside) * n
-        counts = np.bincount(drawn[:, j], minlength=len(leaves))
-        # What hardly overlaps the stratum goes together
-        rare = expected < 5.0
-        if (counts[expected < 1e-9 * n] > 0).any():
-            return 0.0
-        expected = np.append(expected[~rare], expected[rare].sum())
-        counts = np.append(counts[~rare], counts[rare].sum())
-        used = expected > 1e-9 * n
-        statistic += float((((counts - expected) ** 2)[used] / expected[used]).sum())
-        freedom += int(used.sum()) - 1
-    return float(chi2.sf(statistic, freedom)) if freedom else 1.0
 
 
 def p_value_of_independence(drawn: IntArray) -> float:
@@ -184,7 +152,7 @@ def test_places_inside_the_strata_are_independent() -> None:
 
 
 def test_frequencies_of_leaves_1_2_3_4() -> None:
-    """20,000 batches of 8 (fault 28): within 0.005, as far as four standard deviations reach."""
+    """20,000 batches of 8: within 0.005, as far as four standard deviations reach."""
     drawn = batches(sum_tree(LEAVES["few"], 8), 20_000)
     frequencies = np.bincount(drawn.ravel(), minlength=4) / drawn.size
     np.testing.assert_allclose(frequencies, [0.1, 0.2, 0.3, 0.4], rtol=0.0, atol=0.005)
@@ -205,15 +173,10 @@ def test_a_leaf_of_half_the_mass_is_half_of_every_batch(at: int) -> None:
 
 @pytest.mark.parametrize("batch_size", [1, 7, 64, 256])
 def test_every_batch_has_one_draw_in_each_mass(batch_size: int) -> None:
-    """The interval of the leaf drawn j-th overlaps the mass from j to j + 1 strata."""
     leaves = np.random.default_rng(1).pareto(1.2, 1000)
-    ends = np.array([0.0, *itertools.accumulate(leaves)]) / leaves.sum() * batch_size
-    slack = 1e-9
     for draw, right in ((sum_tree, True), (independent, False)):
         drawn = batches(draw(leaves, batch_size), 300)
-        low = ends[drawn] < np.arange(1, batch_size + 1) + slack
-        high = ends[drawn + 1] > np.arange(batch_size) - slack
-        assert (low & high).all() == (right or batch_size == 1)
+        assert has_one_draw_in_each_stratum(drawn, leaves) == (right or batch_size == 1)
 
 
 def test_a_million_leaves() -> None:

@@ -5,7 +5,7 @@ import io
 import json
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -350,7 +350,8 @@ def test_output_folder_with_letters_that_the_terminal_lacks(
     assert main(options) == 0
     assert plot(PlotSettings(tmp_path / name)) == 0
     out.flush()
-    assert name.encode("ascii", "backslashreplace").decode() in out.buffer.getvalue().decode()  # type: ignore[attr-defined]
+    out.buffer.seek(0)
+    assert name.encode("ascii", "backslashreplace") in out.buffer.read()
     # Whoever called the function keeps the stream as it was
     assert out.errors == "strict"
     assert len(trained) == 1
@@ -388,9 +389,13 @@ def test_finished_comparison_in_a_folder_that_is_read_only_now(
     # Not by chmod: nothing is read-only for root
     monkeypatch.setattr("os.open", refuse)
     monkeypatch.setattr("os.replace", refuse)
-    for again in (lambda: main(options), lambda: plot(PlotSettings(tmp_path / "a"))):
+    again: list[Callable[[], int]] = [
+        lambda: main(options),
+        lambda: plot(PlotSettings(tmp_path / "a")),
+    ]
+    for call in again:
         capsys.readouterr()
-        assert again() == 2
+        assert call() == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line.endswith(f"can't write {tmp_path / 'a'}: Read-only file system")
 
@@ -518,6 +523,23 @@ def test_two_workers_give_the_numbers_of_one(small: dict[str, Any], tmp_path: Pa
             store.write(outcome.run, outcome.result)
         store.merge_tables()
     assert_same(tmp_path / "1", tmp_path / "2")
+
+
+def ignores_interrupts(_: Run) -> bool:
+    return signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+def test_workers_leave_ctrl_c_to_the_process_that_stops_them(
+    small: dict[str, Any], tmp_path: Path
+) -> None:
+    runs, _ = plan(settings(small, tmp_path))
+    before = signal.getsignal(signal.SIGINT)
+    outcomes = backends.make_all(runs, ignores_interrupts, "loky", 2, None)
+    assert [outcome.result for outcome in outcomes] == [True] * len(runs)
+    assert signal.getsignal(signal.SIGINT) == before
+    # In this process, Ctrl-C stops the run
+    alone = backends.make_all(runs, ignores_interrupts, "loky", 1, None)
+    assert [outcome.result for outcome in alone] == [False] * len(runs)
 
 
 def test_backend_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -252,7 +252,7 @@ class Images(gym.Env[Any, Any]):
 
 @pytest.fixture
 def images() -> Iterator[str]:
-    gym.register("Images-v0", Images)
+    gym.register("Images-v0", lambda **_: Images())
     yield "Images-v0"
     del gym.registry["Images-v0"]
 

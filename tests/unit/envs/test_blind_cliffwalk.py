@@ -96,7 +96,6 @@ def test_step_returns_plain_python_types() -> None:
 
 @pytest.mark.parametrize("kind", [int, np.int64, np.uint8, np.array])
 def test_every_kind_of_integer_is_the_same_action(kind: Any) -> None:
-    """Fault 76."""
     env = BlindCliffwalkEnv(n=4)
     env.reset()
     assert [env.step(kind(i % 2))[1] for i in range(4)] == [0.0, 0.0, 0.0, 1.0]

@@ -94,7 +94,6 @@ def test_a_random_walk_takes_as_long_as_documented() -> None:
 )
 @pytest.mark.parametrize("left", [0, np.int64(0), np.array(0)])
 def test_every_kind_of_integer_is_the_same_action(left: Any, right: Any) -> None:
-    """Fault 76."""
     env = GridWorldEnv(length=5)
     env.reset()
     assert positions(env, [right, right, left, right]) == [1, 2, 1, 2]
@@ -205,7 +204,6 @@ def test_random_starts_are_uniform_over_all_cells_but_the_goal() -> None:
 
 
 def test_a_seed_decides_the_starts_that_follow() -> None:
-    """Fault 77."""
 
     def starts(env: GridWorldEnv, seed: int) -> list[int]:
         return [env.reset(seed=seed)[1]["position"]] + [

@@ -1,10 +1,8 @@
 """The ids: how they are made, their time limits, and every checker over every one of them."""
 
 import importlib.metadata
-import os
 import pickle
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,21 +26,6 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [(env_id, {}) for env_id in IDS] + 
 ]
 GYMNASIUM_LOADS_PLUGINS = int(importlib.metadata.version("gymnasium").split(".")[0]) < 1
 every_variant = pytest.mark.parametrize(("env_id", "kwargs"), VARIANTS, ids=str)
-
-
-def run_python(code: str, folder: Path) -> str:
-    """Run the code in a fresh interpreter, warnings as errors, and return what it prints."""
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
-        cwd=folder,
-        env=dict(os.environ),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    return done.stdout.strip()
 
 
 # --- names and ids ---
@@ -125,7 +108,7 @@ def test_the_cliffwalk_needs_no_time_limit() -> None:
 @every_variant
 @pytest.mark.filterwarnings("error")
 def test_gymnasium_finds_no_fault(env_id: str, kwargs: dict[str, Any]) -> None:
-    """Fault 77: This includes a render in each mode, as the environment has a spec."""
+    """A render in each mode included, as the environment has a spec."""
     check_env(gym.make(env_id, disable_env_checker=True, **kwargs).unwrapped)
 
 
@@ -186,27 +169,27 @@ def test_step_before_reset_is_refused_through_make() -> None:
 # --- fresh interpreters ---
 
 
-def test_importing_the_package_registers_the_ids(tmp_path: Path) -> None:
+def test_importing_the_package_registers_the_ids(run_python: Callable[..., str]) -> None:
     code = (
         "import sb3_per_envs, gymnasium\n"
         "print(gymnasium.make('sb3_per/GridWorld-v0', render_mode='ansi').unwrapped)\n"
         "print(sorted(i for i in gymnasium.registry if i.startswith('sb3_per/')))"
     )
-    first, second = run_python(code, tmp_path).splitlines()
+    first, second = run_python("-c", code).splitlines()
     assert "GridWorldEnv" in first
     assert second == str([BLIND_CLIFFWALK, GRID_WORLD])
 
 
-def test_the_order_of_the_imports_does_not_matter(tmp_path: Path) -> None:
+def test_the_order_of_the_imports_does_not_matter(run_python: Callable[..., str]) -> None:
     code = (
         "import gymnasium, sb3_per_envs\n"
         "print(gymnasium.make('sb3_per/BlindCliffwalk-v0').unwrapped)"
     )
-    assert "BlindCliffwalkEnv" in run_python(code, tmp_path)
+    assert "BlindCliffwalkEnv" in run_python("-c", code)
 
 
 @pytest.mark.parametrize("env_id", IDS)
-def test_an_id_with_its_module_needs_no_import(env_id: str, tmp_path: Path) -> None:
+def test_an_id_with_its_module_needs_no_import(env_id: str, run_python: Callable[..., str]) -> None:
     code = (
         "import sys, gymnasium\n"
         f"env = gymnasium.make('sb3_per_envs:{env_id}')\n"
@@ -217,10 +200,12 @@ def test_an_id_with_its_module_needs_no_import(env_id: str, tmp_path: Path) -> N
         GRID_WORLD: "{'position': 0, 'is_success': False} False",
         BLIND_CLIFFWALK: "{'state': 1, 'is_success': False} False",
     }
-    assert run_python(code, tmp_path) == expected[env_id]
+    assert run_python("-c", code) == expected[env_id]
 
 
-def test_importing_the_package_costs_next_to_nothing_on_top_of_gymnasium(tmp_path: Path) -> None:
+def test_importing_the_package_costs_next_to_nothing_on_top_of_gymnasium(
+    run_python: Callable[..., str],
+) -> None:
     """No torch, no Stable-Baselines3, nothing at all but the modules of the package."""
     code = (
         "import sys, gymnasium\n"
@@ -229,7 +214,7 @@ def test_importing_the_package_costs_next_to_nothing_on_top_of_gymnasium(tmp_pat
         "print(sorted(set(sys.modules) - before - {'sb3_per_envs'}))\n"
         "print('torch' in sys.modules, 'stable_baselines3' in sys.modules)"
     )
-    added, heavy = run_python(code, tmp_path).splitlines()
+    added, heavy = run_python("-c", code).splitlines()
     assert all(name.startswith("'sb3_per_envs.") for name in added.strip("[]").split(", ") if name)
     assert heavy == "False False"
 
@@ -243,7 +228,9 @@ def test_the_registration_module_imports_nothing_at_its_top() -> None:
 
 @pytest.mark.parametrize("first", ["gymnasium", "sb3_per_envs"])
 @pytest.mark.skipif(not GYMNASIUM_LOADS_PLUGINS, reason="Gymnasium 1.0 dropped plugins")
-def test_the_entry_point_registers_without_an_import(first: str, tmp_path: Path) -> None:
+def test_the_entry_point_registers_without_an_import(
+    first: str, run_python: Callable[..., str], tmp_path: Path
+) -> None:
     """The metadata stands on the path beside the package, as after an installation."""
     metadata = tmp_path / "toy-1.0.dist-info"
     metadata.mkdir()
@@ -256,4 +243,4 @@ def test_the_entry_point_registers_without_an_import(first: str, tmp_path: Path)
         f"import {first}, gymnasium\n"
         "print(gymnasium.make('sb3_per/GridWorld-v0').reset()[1])"
     )
-    assert run_python(code, tmp_path) == "{'position': 0, 'is_success': False}"
+    assert run_python("-c", code) == "{'position': 0, 'is_success': False}"

@@ -168,6 +168,8 @@ def test_the_arguments_are_those_of_dqn_then_options_by_name_only() -> None:
         "loss": "huber",
         "prioritization": "proportional",
         "initial_priority": "max",
+        "priority": "td_error",
+        "compiled": True,
     }
 
 
@@ -222,6 +224,8 @@ def test_every_argument_arrives() -> None:
         "loss": "mse",
         "prioritization": "rank",
         "initial_priority": "td_error",
+        "priority": "clipped",
+        "compiled": False,
     }
     assert given.keys() == defaults.keys()
     assert [name for name in given if given[name] == defaults[name]] == ["verbose"]
@@ -255,6 +259,11 @@ def test_every_argument_arrives() -> None:
         "loss",
         "prioritization",
         "initial_priority",
+        "priority",
+        "compiled",
+        # How small networks are trained, not saved
+        "_told_reason",
+        "_update_choice",
         # Names of the optimizers that were made faster, not saved
         "_fused",
     }

@@ -178,6 +178,8 @@ def test_every_argument_arrives() -> None:
         "double_q": True,
         "prioritization": "rank",
         "initial_priority": "td_error",
+        "priority": "clipped",
+        "compiled": False,
     }
     parameters = inspect.signature(PERQRDQN).parameters
     assert list(given) == [

@@ -12,7 +12,7 @@ import pytest
 
 from sb3_per.trees import RankTree, rank_kernels, rank_tree
 from sb3_per.trees.rank_kernels import BLOCK, FANOUT, FILLED_BLOCK, LAST
-from tests.unit.trees.conftest import (
+from tree_helpers import (
     BELOW_ONE,
     TINY,
     FloatArray,

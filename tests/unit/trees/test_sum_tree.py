@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sb3_per import SumTree
-from tests.unit.trees.conftest import (
+from tree_helpers import (
     BELOW_ONE,
     TINY,
     assert_valid,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from sb3_per.trees import RankTree, SumTree
-from tests.unit.trees.conftest import assert_valid, snapshot, tree_of
+from tree_helpers import assert_valid, snapshot, tree_of
 
 CAPACITY = 2_000
 
@@ -76,7 +76,7 @@ def test_no_thread_sees_or_makes_a_broken_tree(
 ) -> None:
     """
     No error, no crash, and a tree that is valid at every moment. With kernels that let the GIL go,
-    this fails at once: a rank-tree crashes.
+    both trees fail, or the process crashes.
     """
     tree = kind(CAPACITY)
     tree.fill(0, CAPACITY, 1.0)

@@ -1,0 +1,732 @@
+"""
+The compiled update: for which networks there is one, and what it needs to know of them.
+
+Small networks spend most of a gradient step in starting one tiny operation after the other. Where
+network and optimizer are known exactly, the step is compiled code that works on the memory of the
+parameters and of the optimizer (:mod:`~sb3_per.common.mlp_kernels`). Everybody else sees the same
+network change; ``.grad`` alone stays as it was.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain, pairwise
+from operator import attrgetter, is_, itemgetter
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch as th
+from gymnasium import spaces
+from numba import config
+from stable_baselines3.common.policies import BasePolicy
+from stable_baselines3.common.preprocessing import (
+    get_flattened_obs_dim,
+    is_image_space,
+    preprocess_obs,
+)
+from stable_baselines3.common.torch_layers import FlattenExtractor
+from stable_baselines3.dqn.policies import DQNPolicy, QNetwork
+from torch import nn
+from torch.nn.modules import module as nn_module
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from sb3_per.buffers.samples import PrioritizedReplayBufferSamples
+from sb3_per.common.losses import Loss
+from sb3_per.common.mlp_kernels import (
+    ALL_WELL,
+    EXP_AVG,
+    ONLINE,
+    TARGET,
+    AddressArray,
+    Float32Array,
+    IntArray,
+    greedy_actions,
+    one_hot,
+    step,
+    td_errors,
+)
+
+__all__ = ["DQN_ARCHITECTURE", "Architecture", "CompiledUpdate", "UpdateChoice"]
+
+#: What torch runs around every module and every optimizer of the process
+GLOBAL_HOOKS: tuple[dict[Any, Any], ...] = (
+    nn_module._global_forward_pre_hooks,
+    nn_module._global_forward_hooks,
+    nn_module._global_backward_pre_hooks,
+    nn_module._global_backward_hooks,
+)
+GLOBAL_OPTIMIZER_HOOKS: tuple[dict[Any, Any], ...] = (
+    _global_optimizer_pre_hooks,
+    _global_optimizer_post_hooks,
+)
+
+#: What a network's own way of switching its mode changes has no effect on the modules known here
+HARMLESS_ATTRIBUTES = {"training", "set_training_mode"}
+
+#: Options of Adam that must be off. Those missing here are known to the kernel, or choose between
+#: implementations of the same thing.
+MUST_BE_OFF = ("amsgrad", "maximize", "capturable", "differentiable", "decoupled_weight_decay")
+
+#: What Adam keeps of each parameter, in the order of the kernel's addresses
+STATE = ("exp_avg", "exp_avg_sq", "step")
+
+#: Batch sizes whose memory is kept
+N_SIZES_KEPT = 4
+
+#: Ends a sequence, so that one that became longer or shorter differs from it
+_END = (object(),)
+_gradient_state = attrgetter("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
+_values: Callable[[dict[Any, Any]], Iterable[Any]] = dict.values
+_address: Callable[[th.Tensor], int] = th.Tensor.data_ptr
+_stride: Callable[[th.Tensor], tuple[int, ...]] = th.Tensor.stride
+_numel: Callable[[th.Tensor], int] = th.Tensor.numel
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """
+    What a policy is made of.
+
+    :param policy: its class
+    :param network: class of the online and of the target network
+    :param body: name of the layers in a network, and of the online network in the policy; that of
+        the target network has ``_target`` added
+    :param has_quantiles: whether the network has ``n_quantiles`` for each action
+    """
+
+    policy: type[BasePolicy]
+    network: type[BasePolicy]
+    body: str
+    has_quantiles: bool = False
+
+
+DQN_ARCHITECTURE = Architecture(DQNPolicy, QNetwork, "q_net")
+
+
+class UnsuitableError(Exception):
+    """There is no compiled update; the message says why."""
+
+
+class _Network:
+    """
+    A network that the kernels can work on.
+
+    :param network: online or target network
+    :param architecture: what it should be
+    :param name: of the network, for reasons
+    :raises UnsuitableError: if it is anything else
+    """
+
+    def __init__(self, network: nn.Module, architecture: Architecture, name: str) -> None:
+        extractor = _only(network, architecture.network, name).features_extractor
+        body = getattr(network, architecture.body)
+        layers = list(_only(body, nn.Sequential, f"the layers of {name}"))
+        linear = [
+            _only(layer, nn.Linear, f"layer {at} of {name}")
+            for at, layer in enumerate(layers)
+            if at % 2 == 0
+        ]
+        activations = layers[1::2]
+        if len(linear) != len(activations) + 1:
+            raise UnsuitableError(f"{name} does not end with a linear layer")
+        kind = type(activations[0]) if activations else nn.ReLU
+        if kind not in (nn.ReLU, nn.Tanh):
+            raise UnsuitableError(f"the activation of {name} is {kind.__name__}, not ReLU or Tanh")
+        for activation in activations:
+            _only(activation, kind, f"an activation of {name}")
+        flatten = _only(extractor, FlattenExtractor, f"the features extractor of {name}").flatten
+        _only(flatten, nn.Flatten, f"the features extractor of {name}")
+        if (flatten.start_dim, flatten.end_dim) != (1, -1):
+            raise UnsuitableError(f"the features extractor of {name} flattens in its own way")
+        #: All modules that take part
+        self.modules: tuple[nn.Module, ...] = (network, extractor, flatten, body, *layers)
+        self.parameters: tuple[nn.Parameter, ...] = ()
+        for layer in linear:
+            self.parameters += (layer.weight, layer.bias)
+        for parameter in self.parameters:
+            _check_tensor(parameter, nn.Parameter, f"a parameter of {name}")
+        widths = [(layer.in_features, layer.out_features) for layer in linear]
+        if any(before[1] != after[0] for before, after in pairwise(widths)) or any(
+            tuple(layer.weight.shape) != (n_out, n_in) or tuple(layer.bias.shape) != (n_out,)
+            for layer, (n_in, n_out) in zip(linear, widths, strict=True)
+        ):
+            raise UnsuitableError(f"the layers of {name} don't fit together")
+        self.sizes = [widths[0][0], *(n_out for _, n_out in widths)]
+        self.is_tanh = kind is nn.Tanh
+        #: Dictionaries whose content must stay
+        self.held = (
+            network._modules,
+            extractor._modules,
+            body._modules,
+            *(layer._parameters for layer in linear),
+        )
+
+
+def _is_autocast_enabled() -> bool:
+    """:return: whether torch would compute in another precision on the CPU"""
+    try:
+        return th.is_autocast_enabled("cpu")
+    except TypeError:
+        # torch 2.3
+        return th.is_autocast_cpu_enabled()
+
+
+def _only(module: Any, kind: type[Any], name: str) -> Any:
+    """
+    :param module: what should be of this class, no other, and without anything of its own
+    :param kind: the class
+    :param name: of the module, for reasons
+    :return: the module
+    :raises UnsuitableError: if it isn't so
+    """
+    if type(module) is not kind:
+        raise UnsuitableError(f"{name} is a {type(module).__name__}, not a {kind.__name__}")
+    if any(_hooks_of(module)):
+        raise UnsuitableError(f"{name} has hooks")
+    _check_nothing_replaced(module, name)
+    return module
+
+
+def _check_nothing_replaced(instance: Any, name: str) -> None:
+    for attribute in vars(instance).keys() - HARMLESS_ATTRIBUTES:
+        if hasattr(type(instance), attribute):
+            raise UnsuitableError(f"{name} has {attribute!r} of its own")
+
+
+def _hooks_of(module: nn.Module) -> tuple[dict[Any, Any], ...]:
+    return (
+        module._forward_pre_hooks,
+        module._forward_hooks,
+        module._backward_pre_hooks,
+        module._backward_hooks,
+    )
+
+
+def _hooks_of_parameters(parameters: Iterable[th.Tensor]) -> list[dict[Any, Any]]:
+    _, *hooks = zip(*map(_gradient_state, parameters), strict=True)
+    return [hook for hook in chain(*hooks) if hook is not None]
+
+
+def _check_tensor(tensor: Any, kind: type[th.Tensor], name: str) -> None:
+    if type(tensor) is not kind:
+        raise UnsuitableError(f"{name} is a {type(tensor).__name__}, not a {kind.__name__}")
+    if tensor.dtype != th.float32 or tensor.device.type != "cpu":
+        raise UnsuitableError(f"{name} is {tensor.dtype} on {tensor.device}, not float32 on cpu")
+    if tensor.layout != th.strided or not tensor.is_contiguous():
+        raise UnsuitableError(f"{name} is not contiguous")
+
+
+def _check_apart(tensors: Iterable[th.Tensor]) -> None:
+    places = sorted((tensor.data_ptr(), 4 * tensor.numel()) for tensor in tensors)
+    if any(start + length > following for (start, length), (following, _) in pairwise(places)):
+        raise UnsuitableError("parameters share memory")
+
+
+def _check_optimizer(
+    optimizer: Any, parameters: Sequence[nn.Parameter]
+) -> tuple[dict[Any, Any], ...]:
+    """
+    :param optimizer: of the policy
+    :param parameters: of the online network
+    :return: dictionaries of its hooks
+    :raises UnsuitableError: if it isn't torch's Adam, for these parameters, as the kernel knows it
+    """
+    if type(optimizer) is not th.optim.Adam:
+        raise UnsuitableError(f"the optimizer is {type(optimizer).__name__}, not Adam")
+    _check_nothing_replaced(optimizer, "the optimizer")
+    hooks: tuple[dict[Any, Any], ...] = (
+        optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
+        *GLOBAL_OPTIMIZER_HOOKS,
+    )
+    if any(hooks):
+        raise UnsuitableError("the optimizer has hooks")
+    if len(optimizer.param_groups) != 1:
+        raise UnsuitableError("the optimizer has several groups of parameters")
+    group = optimizer.param_groups[0]
+    if not _are_same(group["params"], parameters):
+        raise UnsuitableError("the optimizer has other parameters than the network")
+    for option in MUST_BE_OFF:
+        if group.get(option):
+            raise UnsuitableError(f"the optimizer has {option}={group[option]!r}")
+    numbers = (*group["betas"], group["eps"], group["weight_decay"], group["lr"])
+    if not all(isinstance(number, float | int) for number in numbers):
+        raise UnsuitableError("the optimizer's options are not plain numbers")
+    return hooks
+
+
+def _state_of(optimizer: th.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Any] | None:
+    """
+    :return: what Adam keeps of a parameter; None if nothing yet
+    :raises UnsuitableError: if it isn't what the kernel knows
+    """
+    state: dict[str, Any] | None = optimizer.state.get(parameter)
+    if not state:
+        return None
+    for name in STATE:
+        _check_tensor(state.get(name), th.Tensor, f"{name!r} of the optimizer")
+    if not parameter.shape == state["exp_avg"].shape == state["exp_avg_sq"].shape:
+        raise UnsuitableError("the optimizer's state has other shapes than the parameters")
+    if state["step"].numel() != 1:
+        raise UnsuitableError("'step' of the optimizer is not one number")
+    return state
+
+
+def _are_same(these: Sequence[Any], those: Sequence[Any]) -> bool:
+    return len(these) == len(those) and all(map(is_, these, those))
+
+
+class _Fingerprint:
+    """
+    Whether modules and tensors are still what they were, at next to no cost.
+
+    It compares by identity whatever can be put in another's place, so that it takes some
+    microseconds. Memory of tensors that were replaced is kept: nothing else gets its address.
+
+    :param modules: whose classes, hooks and numbers of attributes must stay
+    :param held: dictionaries whose values must stay
+    :param hooks: dictionaries that must stay empty, besides those of the modules
+    :param parameters: whose memory and shape must stay
+    :param online: those of them that are learned
+    :param states: tensors whose memory must stay
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        held: Sequence[dict[Any, Any]],
+        hooks: Sequence[dict[Any, Any]],
+        parameters: Sequence[th.Tensor],
+        online: Sequence[th.Tensor] = (),
+        states: Sequence[th.Tensor] = (),
+    ) -> None:
+        tensors = (*parameters, *states)
+        self._modules = tuple(modules)
+        self._classes = tuple(map(type, modules))
+        self._attributes = tuple(map(vars, modules))
+        self._n_attributes = tuple(map(len, self._attributes))
+        self._held = tuple(held)
+        self._seen = (*chain.from_iterable(map(_values, held)), *_END)
+        self._hooks = (*hooks, *chain.from_iterable(map(_hooks_of, modules)))
+        self._tensors = tensors
+        self._memory = [tensor.detach() for tensor in tensors]
+        self._addresses = tuple(map(_address, tensors))
+        self._parameters = tuple(parameters)
+        self._strides = tuple(map(_stride, parameters))
+        self._numels = tuple(map(_numel, parameters))
+        self._online = tuple(online)
+        self._gradient_states = tuple(map(_gradient_state, online))
+
+    def holds(self) -> bool:
+        """:return: whether all is as it was"""
+        return (
+            not any(self._hooks)
+            and all(map(is_, map(type, self._modules), self._classes))
+            and tuple(map(len, self._attributes)) == self._n_attributes
+            and all(
+                map(is_, chain(chain.from_iterable(map(_values, self._held)), _END), self._seen)
+            )
+            and tuple(map(_address, self._tensors)) == self._addresses
+            and tuple(map(_stride, self._parameters)) == self._strides
+            and tuple(map(_numel, self._parameters)) == self._numels
+            and tuple(map(_gradient_state, self._online)) == self._gradient_states
+        )
+
+
+class _Inputs:
+    """
+    Observations as the first layer takes them: what SB3's ``preprocess_obs`` and a
+    ``FlattenExtractor`` make of them.
+
+    :param network: whose observations these are
+    :raises UnsuitableError: if SB3 treats them in a way that isn't known here
+    """
+
+    def __init__(self, network: BasePolicy, n_inputs: int) -> None:
+        space = network.observation_space
+        self._space: spaces.Space[Any] = space
+        self._n_inputs = n_inputs
+        self._one_hot_sizes: IntArray | None = None
+        if isinstance(space, spaces.Discrete):
+            self._one_hot_sizes = np.array([space.n], np.int64)
+        elif isinstance(space, spaces.MultiDiscrete):
+            if space.nvec.ndim != 1:
+                raise UnsuitableError("observations have more than one dimension of one-hot codes")
+            self._one_hot_sizes = space.nvec.astype(np.int64)
+        elif not isinstance(space, spaces.Box | spaces.MultiBinary):
+            raise UnsuitableError(f"observations are {type(space).__name__}")
+        elif not space.shape:
+            raise UnsuitableError("observations have no dimension")
+        elif is_image_space(space):
+            raise UnsuitableError("observations are images")
+        wanted = get_flattened_obs_dim(space)
+        if wanted != n_inputs:
+            raise UnsuitableError(f"{wanted} numbers in an observation, {n_inputs} inputs")
+
+    def of(self, observations: th.Tensor, n: int) -> Float32Array:
+        """
+        :param observations: shape ``(n, *observation)``, on the CPU
+        :param n: how many there must be
+        :return: shape ``(n, n_inputs)``
+        """
+        if self._one_hot_sizes is None:
+            if observations.dtype is not th.float32:
+                observations = observations.float()
+            return np.ascontiguousarray(observations.numpy().reshape(n, self._n_inputs))
+        values = observations.long().numpy().reshape(n, len(self._one_hot_sizes))
+        inputs = np.empty((n, self._n_inputs), np.float32)
+        if not one_hot(np.ascontiguousarray(values), self._one_hot_sizes, inputs):
+            # Raises, and says what is wrong
+            preprocess_obs(observations, self._space)
+        return inputs
+
+
+class CompiledUpdate:
+    """
+    The gradient steps of one model, and its greedy actions, by compiled code.
+
+    A step is two calls: :meth:`td_errors` changes nothing; :meth:`descend` changes the network. In
+    between, the replay buffer gets the errors, and refuses those that are not finite.
+
+    It is made by :meth:`of` and can be used as long as :meth:`holds` says so. It belongs to the
+    memory of this process: it can't be copied or pickled, :class:`UpdateChoice` can.
+
+    :param policy: of the model
+    :param architecture: what it should be
+    :raises UnsuitableError: if it is anything else
+    """
+
+    def __init__(self, policy: BasePolicy, architecture: Architecture) -> None:
+        if config.DISABLE_JIT:  # type: ignore[attr-defined]  # numba sets it as the module loads
+            raise UnsuitableError("numba's compiler is switched off")
+        _only(policy, architecture.policy, "the policy")
+        self._policy = policy
+        name = architecture.body
+        self.network: Any = getattr(policy, name)
+        self.target: Any = getattr(policy, f"{name}_target")
+        online = _Network(self.network, architecture, name)
+        target = _Network(self.target, architecture, f"{name}_target")
+        if online.sizes != target.sizes or online.is_tanh != target.is_tanh:
+            raise UnsuitableError("online and target network differ")
+        _check_apart((*online.parameters, *target.parameters))
+        if not all(parameter.requires_grad for parameter in online.parameters):
+            raise UnsuitableError("parameters are frozen")
+        if any(_hooks_of_parameters(online.parameters)):
+            raise UnsuitableError("parameters have hooks")
+        if any(GLOBAL_HOOKS):
+            raise UnsuitableError("hooks are set for all modules")
+        self._online, self._target = online, target
+        self._sizes = np.array(online.sizes, np.int64)
+        self._is_tanh = online.is_tanh
+        self._n_quantiles: int = self.network.n_quantiles if architecture.has_quantiles else 0
+        self._n_actions = online.sizes[-1] // max(self._n_quantiles, 1)
+        if self._n_actions * max(self._n_quantiles, 1) != online.sizes[-1] or (
+            self._n_actions != self.network.action_space.n
+        ):
+            raise UnsuitableError("the number of outputs is not that of the actions")
+        self._settings = attrgetter(
+            "observation_space",
+            "action_space",
+            "normalize_images",
+            *(["n_quantiles"] if architecture.has_quantiles else []),
+        )
+        self._known_settings = (*self._settings(self.network), *self._settings(self.target))
+        if self._settings(self.network) != self._settings(self.target):
+            raise UnsuitableError("online and target network differ")
+        self._inputs = _Inputs(self.network, online.sizes[0])
+        self._acting = _Fingerprint(
+            (policy, *online.modules),
+            (policy._modules, *online.held),
+            GLOBAL_HOOKS,
+            online.parameters,
+        )
+        self._batch: tuple[Float32Array, IntArray, Float32Array] | None = None
+        self._memory: dict[int, tuple[Float32Array, Float32Array, Float32Array]] = {}
+        self._discounts: tuple[float, Float32Array] = (0.0, np.empty((0, 1), np.float32))
+        self._gradients = np.empty(sum(p.numel() for p in online.parameters), np.float32)
+        self._take_optimizer(policy.optimizer)
+
+    @classmethod
+    def of(cls, policy: BasePolicy, architecture: Architecture) -> "CompiledUpdate | str":
+        """
+        :param policy: of a model
+        :param architecture: what it should be
+        :return: its compiled update; or why there is none
+        """
+        try:
+            return cls(policy, architecture)
+        except UnsuitableError as reason:
+            return str(reason)
+
+    def _take_optimizer(self, optimizer: Any) -> None:
+        parameters = self._online.parameters
+        hooks = _check_optimizer(optimizer, parameters)
+        group = optimizer.param_groups[0]
+        states = [state for p in parameters if (state := _state_of(optimizer, p))]
+        tensors = [state[name] for name in STATE for state in states]
+        _check_apart((*parameters, *self._target.parameters, *tensors))
+        self._optimizer = optimizer
+        self._group: dict[str, Any] = group
+        self._options = itemgetter(*(name for name in group if name not in ("params", "lr")))
+        self._known_options = self._options(group)
+        self._addresses: AddressArray = np.zeros((5, len(parameters)), np.uint64)
+        self._addresses[ONLINE] = [*map(_address, parameters)]
+        self._addresses[TARGET] = [*map(_address, self._target.parameters)]
+        # What the optimizer doesn't have yet is made with the first step, as torch does
+        self._has_state = len(states) == len(parameters)
+        if self._has_state:
+            self._addresses[EXP_AVG:] = np.reshape([*map(_address, tensors)], (3, -1))
+        online, target = self._online, self._target
+        self._training = _Fingerprint(
+            (self._policy, *online.modules, *target.modules),
+            (
+                self._policy._modules,
+                *online.held,
+                *target.held,
+                vars(optimizer),
+                optimizer.state,
+                *states,
+            ),
+            (*GLOBAL_HOOKS, *hooks, *_hooks_of_parameters(parameters)),
+            (*parameters, *target.parameters),
+            parameters,
+            tensors,
+        )
+
+    def holds(self, policy: BasePolicy) -> bool:
+        """
+        :param policy: of the model, as it is now
+        :return: whether :meth:`td_errors` and :meth:`descend` still do what torch would
+        """
+        group = self._group
+        groups = self._optimizer.param_groups
+        return (
+            policy is self._policy
+            and policy.optimizer is self._optimizer
+            and self._training.holds()
+            and self._has_known_settings()
+            and len(groups) == 1
+            and groups[0] is group
+            and self._options(group) == self._known_options
+            and isinstance(group["lr"], float | int)
+            and _are_same(group["params"], self._online.parameters)
+        )
+
+    def holds_for_acting(self, policy: BasePolicy) -> bool:
+        """
+        :param policy: of the model, as it is now
+        :return: whether :meth:`greedy_actions` still gives what torch would
+        """
+        return policy is self._policy and self._acting.holds() and self._has_known_settings()
+
+    def _has_known_settings(self) -> bool:
+        settings = self._settings
+        now = (*settings(self.network), *settings(self.target))
+        return all(map(is_, now, self._known_settings))
+
+    def _memory_of(self, n: int) -> tuple[Float32Array, Float32Array, Float32Array]:
+        """
+        :param n: size of a batch
+        :return: memory for results of layers, twice, and for distributions
+        """
+        memory = self._memory.get(n)
+        if memory is None:
+            if len(self._memory) >= N_SIZES_KEPT:
+                self._memory.clear()
+            size = n * int(self._sizes[1:].sum())
+            memory = self._memory[n] = (
+                np.empty(size, np.float32),
+                np.empty(size, np.float32),
+                np.empty(4 * n * self._n_quantiles, np.float32),
+            )
+        return memory
+
+    def _discounts_of(self, gamma: float, n: int) -> Float32Array:
+        known, discounts = self._discounts
+        if known != gamma or len(discounts) != n:
+            discounts = np.full((n, 1), gamma, np.float32)
+            self._discounts = (gamma, discounts)
+        return discounts
+
+    def td_errors(
+        self, batch: PrioritizedReplayBufferSamples, gamma: float, double_q: bool
+    ) -> th.Tensor:
+        """
+        The errors of a batch, under the networks as they are. Nothing changes.
+
+        :param batch: from the replay buffer
+        :param gamma: discount factor, where the batch has no ``discounts``
+        :param double_q: whether the online network chooses the next action
+        :return: targets minus Q-values; or, for quantiles, the mean distance of sorted targets and
+            estimates; shape ``(batch, 1)``, not necessarily finite
+        :raises RuntimeError: if an action doesn't exist
+        """
+        n = len(batch.observations)
+        inputs = self._inputs.of(batch.observations, n)
+        actions = _column(batch.actions, n, th.int64)
+        errors = np.empty((n, 1), np.float32)
+        self._batch = inputs, actions, errors
+        at = td_errors(
+            self._addresses,
+            self._sizes,
+            self._is_tanh,
+            inputs,
+            self._inputs.of(batch.next_observations, n),
+            actions,
+            _column(batch.rewards, n),
+            _column(batch.dones, n),
+            self._discounts_of(gamma, n)
+            if batch.discounts is None
+            else _column(batch.discounts, n),
+            double_q,
+            self._n_quantiles,
+            *self._memory_of(n),
+            errors,
+        )
+        if at != ALL_WELL:
+            raise RuntimeError(
+                f"action {actions[at, 0]} in the replay buffer is out of bounds: there are "
+                f"{self._n_actions} actions, numbered from 0"
+            )
+        return th.from_numpy(errors)
+
+    def descend(
+        self, weights: th.Tensor, max_grad_norm: float | None = None, loss: Loss = "huber"
+    ) -> float:
+        """
+        A step of the optimizer on the weighted loss of the batch whose errors were asked for last.
+
+        :param weights: shape ``(batch, 1)``
+        :param max_grad_norm: gradients are cut to this norm; None for no limit
+        :param loss: of the TD errors; quantiles have no other than Huber's
+        :return: the weighted loss, before the step
+        :raises RuntimeError: if no errors were asked for
+        """
+        if self._batch is None:
+            raise RuntimeError("no batch: ask for its `td_errors` first")
+        inputs, actions, errors = self._batch
+        if not self._has_state:
+            self._make_state()
+        n = len(inputs)
+        group = self._group
+        beta_1, beta_2 = group["betas"]
+        return step(
+            self._addresses,
+            self._sizes,
+            self._is_tanh,
+            inputs,
+            actions,
+            errors,
+            _column(weights, n),
+            loss == "huber",
+            self._n_quantiles,
+            *self._memory_of(n),
+            self._gradients,
+            np.inf if max_grad_norm is None else float(max_grad_norm),
+            float(group["lr"]),
+            beta_1,
+            beta_2,
+            float(group["eps"]),
+            float(group["weight_decay"]),
+        )
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"a {type(self).__name__} works on the memory of its model and can't be copied: make "
+            "one for the copy"
+        )
+
+    def _make_state(self) -> None:
+        for parameter in self._online.parameters:
+            state = self._optimizer.state[parameter]
+            if not state:
+                state["step"] = th.zeros((), dtype=th.float32)
+                state["exp_avg"] = th.zeros_like(parameter, memory_format=th.preserve_format)
+                state["exp_avg_sq"] = th.zeros_like(parameter, memory_format=th.preserve_format)
+        self._take_optimizer(self._optimizer)
+
+    def greedy_actions(self, observations: npt.NDArray[Any]) -> IntArray:
+        """
+        :param observations: shape ``(n, *observation)``
+        :return: the best action for each, the first of those that are equally good, shape ``(n,)``
+        """
+        # A copy, since that given may be read-only
+        n = len(observations)
+        inputs = self._inputs.of(th.from_numpy(np.array(observations)), n)
+        actions = np.empty(n, np.int64)
+        greedy_actions(
+            self._addresses,
+            self._sizes,
+            self._is_tanh,
+            inputs,
+            np.empty(n * int(self._sizes[1:].sum()), np.float32),
+            self._n_actions,
+            actions,
+        )
+        return actions
+
+
+def _column(tensor: th.Tensor, n: int, dtype: th.dtype = th.float32) -> npt.NDArray[Any]:
+    """
+    :param tensor: one number for each transition, on the CPU
+    :param n: how many there must be
+    :param dtype: what to make of it
+    :return: shape ``(n, 1)``
+    """
+    if tensor.dtype is not dtype:
+        tensor = tensor.to(dtype)
+    return np.ascontiguousarray(tensor.numpy().reshape(n, 1))
+
+
+class UpdateChoice:
+    """
+    The compiled update of a model, looked for again whenever it could have changed.
+
+    :param architecture: what the policy should be
+    """
+
+    def __init__(self, architecture: Architecture) -> None:
+        self._architecture = architecture
+        self._update: CompiledUpdate | None = None
+        # Why none could be made the last time
+        self._refusal: str | None = None
+        #: Why there was none the last time it was asked for
+        self.reason: str | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # It belongs to the memory of the model that it was made for
+        return {**self.__dict__, "_update": None}
+
+    def for_training(self, policy: BasePolicy) -> CompiledUpdate | None:
+        """
+        :param policy: of the model
+        :return: what can train it as it is now; None if only torch can
+        """
+        if not th.is_grad_enabled():
+            self.reason = "gradients are switched off"
+            return None
+        return self._current(policy, CompiledUpdate.holds)
+
+    def for_acting(self, policy: BasePolicy) -> CompiledUpdate | None:
+        """
+        :param policy: of the model
+        :return: what can choose its actions as it is now; None if only torch can, or if there was
+            none when it was last looked for: until training looks again, torch acts, which costs
+            less than a look at each step
+        """
+        if self._refusal is not None:
+            return None
+        return self._current(policy, CompiledUpdate.holds_for_acting)
+
+    def _current(
+        self, policy: BasePolicy, holds: Callable[[CompiledUpdate, BasePolicy], bool]
+    ) -> CompiledUpdate | None:
+        if _is_autocast_enabled():
+            self.reason = "autocast is switched on"
+            return None
+        if self._update is None or not holds(self._update, policy):
+            found = CompiledUpdate.of(policy, self._architecture)
+            self._update = None if isinstance(found, str) else found
+            self._refusal = found if isinstance(found, str) else None
+        self.reason = self._refusal
+        return self._update
