@@ -1,1 +1,1 @@
-"""Speed, measured side by side: `python -m benchmarks.run`."""
+"""Benchmarks of speed: `python -m benchmarks.run`."""

@@ -1,4 +1,4 @@
-"""Replay buffers: a batch by priority against a uniform one of SB3's."""
+"""Replay buffers: a prioritized batch against a uniform one of SB3."""
 
 from typing import Any, NamedTuple
 
@@ -19,10 +19,10 @@ class Case(NamedTuple):
     """
     One kind of buffer.
 
-    :param observations: what it stores
-    :param capacity: transitions, over all environments
-    :param n_envs: environments
-    :param n_steps: length of returns
+    :param observations: observation space
+    :param capacity: number of transitions, over all environments
+    :param n_envs: number of environments
+    :param n_steps: length of the n-step returns
     """
 
     observations: spaces.Space[Any]
@@ -43,11 +43,11 @@ CASES = {
 
 def race(case: Case, title: str, batch_size: int, rounds: int, seconds: float) -> Race:
     """
-    :param case: which buffer
-    :param title: of the race
-    :param batch_size: of each draw
-    :param rounds: of the race
-    :param seconds: of a turn
+    :param case: kind of buffer
+    :param title: title of the race
+    :param batch_size: size of each batch
+    :param rounds: number of rounds
+    :param seconds: length of a turn
     :return: times of SB3's ``sample``, ours, and ours with ``update_priorities``
     """
     has_dict = isinstance(case.observations, spaces.Dict)
@@ -81,7 +81,7 @@ def race(case: Case, title: str, batch_size: int, rounds: int, seconds: float) -
 
 
 def _filled(buffer: ReplayBuffer) -> ReplayBuffer:
-    """Full of random numbers, as a long run leaves it, without the run."""
+    """Fill a buffer with random numbers, as after a long run."""
     rng = np.random.default_rng(1)
     arrays: list[Any] = [buffer.rewards]
     for storage in (buffer.observations, buffer.next_observations):

@@ -1,4 +1,4 @@
-"""Whole training runs: environment steps a second of PERDQN against SB3's DQN."""
+"""Whole training runs: environment steps per second of PERDQN against SB3's DQN."""
 
 from contextlib import suppress
 from functools import partial
@@ -20,9 +20,9 @@ class Case(NamedTuple):
     """
     One training run.
 
-    :param train_freq: steps of each environment for one gradient step
-    :param n_envs: environments
-    :param batch_size: transitions for each gradient step
+    :param train_freq: number of steps of each environment per gradient step
+    :param n_envs: number of environments
+    :param batch_size: number of transitions per gradient step
     """
 
     train_freq: int
@@ -44,11 +44,11 @@ CASES = [
 
 def race(case: Case, rounds: int, steps: int) -> Race:
     """
-    CartPole-v1, ``MlpPolicy`` of two layers of 64, all else as SB3 has it.
+    CartPole-v1, ``MlpPolicy`` with two layers of 64, otherwise SB3's defaults.
 
-    :param case: the settings
-    :param rounds: of the race
-    :param steps: gradient steps in each turn
+    :param case: settings of the training run
+    :param rounds: number of rounds
+    :param steps: number of gradient steps in each turn
     :return: seconds for a turn of each algorithm
     """
     models = {}
@@ -65,7 +65,7 @@ def race(case: Case, rounds: int, steps: int) -> Race:
             seed=0,
             device="cpu",
         )
-        # Compiled, warm, and past the start
+        # Compiled, warm, and after `learning_starts`
         models[name] = model.learn(400)
     total = steps * case.train_freq * case.n_envs
     contestants: dict[str, Contestant] = {
@@ -73,18 +73,18 @@ def race(case: Case, rounds: int, steps: int) -> Race:
         for name, model in models.items()
     }
     if case == CASES[0]:
-        with suppress(Exception):  # where it doesn't run, it doesn't take part
+        with suppress(Exception):  # if it doesn't run, it is left out
             contestants["tianshou"] = tianshou_loop(steps)
     return Race.run(f"learn, {case}", contestants, rounds, seconds=0.0)
 
 
 def tianshou_loop(steps: int) -> Contestant:
     """
-    The DQN of tianshou with its prioritized buffer, one gradient step of 32 for each step of
-    CartPole.
+    The DQN of tianshou with its prioritized buffer, one gradient step with a batch of 32 for each
+    step of CartPole.
 
-    :param steps: in each turn
-    :return: a turn
+    :param steps: number of steps in each turn
+    :return: function that runs a turn
     """
     import gymnasium as gym
     from tianshou.data import Collector, PrioritizedVectorReplayBuffer
@@ -114,7 +114,7 @@ def race_train(policy: str, rounds: int) -> Race:
     ``train`` alone, for policies whose environments would take too long.
 
     :param policy: ``"MlpPolicy"``, ``"CnnPolicy"`` or ``"MultiInputPolicy"``
-    :param rounds: of the race
+    :param rounds: number of rounds
     :return: seconds for a gradient step of each algorithm
     """
     envs: dict[str, Any] = {
@@ -139,5 +139,5 @@ def race_train(policy: str, rounds: int) -> Race:
 
 
 def one_thread() -> None:
-    """More threads make networks as small as these slower, and times less even."""
+    """Use one thread: more make small networks slower, and times less stable."""
     th.set_num_threads(1)

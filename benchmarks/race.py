@@ -1,4 +1,4 @@
-"""Time contestants side by side, in turns, so that a slow moment of the machine hits them all."""
+"""Time contestants in turns, so that a slow moment of the machine affects all of them."""
 
 import timeit
 from collections.abc import Callable, Mapping
@@ -12,9 +12,9 @@ Contestant = Callable[[], Any]
 
 class Ratio(NamedTuple):
     """
-    How many times the time of another contestant is that of ours.
+    Ratio of the times of two contestants.
 
-    :param median: over the rounds
+    :param median: median over the rounds
     :param low: first quartile
     :param high: third quartile
     """
@@ -31,8 +31,8 @@ class Race:
     """
     Times of some contestants in the same rounds.
 
-    :param title: what was timed
-    :param seconds: from names to seconds a call, one for each round
+    :param title: title of the race
+    :param seconds: seconds per call by the name of the contestant, one for each round
     """
 
     def __init__(self, title: str, seconds: dict[str, list[float]]) -> None:
@@ -48,10 +48,10 @@ class Race:
         seconds: float = 0.05,
     ) -> "Race":
         """
-        :param title: what is timed
-        :param contestants: from names to what to call
-        :param rounds: how many times each has its turn
-        :param seconds: how long a turn lasts, about
+        :param title: title of the race
+        :param contestants: functions to call, by name
+        :param rounds: number of turns of each contestant
+        :param seconds: approximate length of a turn
         :return: all times
         """
         timers = {
@@ -62,37 +62,37 @@ class Race:
         times: dict[str, list[float]] = {name: [] for name in timers}
         names = list(timers)
         for turn in range(rounds):
-            # Nobody always comes after the same one
+            # Another order in each round, so that none always follows the same one
             for name in np.roll(names, turn) if turn % 2 else np.roll(names[::-1], turn):
                 times[str(name)].append(timers[name].timeit(loops[name]) / loops[name])
         return cls(title, times)
 
     def median(self, name: str) -> float:
         """
-        :param name: of a contestant
-        :return: its median seconds a call
+        :param name: name of a contestant
+        :return: its median seconds per call
         """
         return float(np.median(self.seconds[name]))
 
     def ratio(self, name: str, to: str) -> Ratio:
         """
-        :param name: of a contestant
-        :param to: the one that counts as 1
-        :return: how many times as long the first one takes, compared within each round
+        :param name: name of a contestant
+        :param to: name of the contestant that counts as 1
+        :return: ratio of their times, within each round
         """
         ratios = np.divide(self.seconds[name], self.seconds[to])
         low, median, high = np.percentile(ratios, [25, 50, 75])
         return Ratio(float(median), float(low), float(high))
 
     def benchmarks(self) -> list[pyperf.Benchmark]:
-        """:return: the times in pyperf's form, for its files and tools"""
+        """:return: the times in pyperf's format, for its files and tools"""
         return [
             pyperf.Benchmark(
                 [
                     pyperf.Run(
                         times,
                         metadata={"name": f"{self.title}: {name}", "unit": "second"},
-                        # It would hold the folders and the name of this machine
+                        # It would contain the folders and the name of this machine
                         collect_metadata=False,
                     )
                 ]

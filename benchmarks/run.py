@@ -1,8 +1,8 @@
 """
-The table of all speeds, as ratios, and the picture of costs against sizes.
+Table of all speeds, as ratios, and picture of times against sizes.
 
 Run from the root of a checkout: ``make bench``, or ``python -m benchmarks.run --only trees``.
-Numbers go to the screen; with ``--write``, also into ``docs/performance.md``, its picture, and
+Numbers are printed; with ``--write``, they also go to ``docs/performance.md``, its picture, and
 ``benchmarks/results.json`` (pyperf's format: ``python -m pyperf show benchmarks/results.json``).
 """
 
@@ -44,7 +44,7 @@ VERSIONS = [
 ]
 CAPACITIES = [1_000, 10_000, 100_000, 1_000_000, 10_000_000]
 BATCH_SIZES = [1, 4, 16, 64, 256, 1024]
-# Okabe and Ito's colours
+# Okabe and Ito's colors
 STYLES = {
     trees.OURS: ("#0072B2", "o"),
     trees.BY_RANK: ("#56B4E9", "s"),
@@ -57,10 +57,10 @@ STYLES = {
 
 class Bench:
     """
-    All that is measured in one call, and how it is told.
+    Measurements of one call, and their tables.
 
-    :param rounds: of each race
-    :param seconds: of a turn
+    :param rounds: number of rounds of each race
+    :param seconds: length of a turn
     """
 
     def __init__(self, rounds: int, seconds: float) -> None:
@@ -71,7 +71,7 @@ class Bench:
         self.names = [name for name in trees.MAKERS if name not in self.missing]
 
     def trees(self) -> Iterator[str]:
-        """Draws and writes of the sum-tree against every other one, at the sizes that matter."""
+        """Draws and writes of the sum-tree against the other trees, at several sizes."""
         others = [name for name in self.names if name != trees.OURS]
         yield f"| | ours | {' | '.join(others)} |"
         yield "|---" * (len(others) + 2) + "|"
@@ -104,7 +104,7 @@ class Bench:
             yield f"- `{name}` could not take part: {reason}"
 
     def sizes(self) -> Iterator[str]:
-        """Costs against capacity and batch size, as a picture."""
+        """Picture of the times against capacity and batch size."""
         figure, axes = plt.subplots(2, 2, figsize=(9, 7), sharey=True, layout="constrained")
         for column, (label, pairs) in enumerate(
             {
@@ -123,9 +123,9 @@ class Bench:
             places = [pair[column] for pair in pairs]
             for row, what in enumerate(("draw", "write")):
                 for name in self.names:
-                    colour, marker = STYLES[name]
+                    color, marker = STYLES[name]
                     axes[row, column].loglog(
-                        places, curves[what, name], color=colour, marker=marker, label=name
+                        places, curves[what, name], color=color, marker=marker, label=name
                     )
                 axes[row, column].set_xlabel(label)
                 axes[row, column].grid(alpha=0.3)
@@ -141,7 +141,7 @@ class Bench:
         )
 
     def buffers(self) -> Iterator[str]:
-        """``sample(32)`` against SB3's own buffers."""
+        """``sample(32)`` against SB3's buffers."""
         yield "| buffer | ours, `sample(32)` | SB3's, uniform | ours, with `update_priorities` |"
         yield "|---|---|---|---|"
         for title, case in buffers.CASES.items():
@@ -154,7 +154,7 @@ class Bench:
             )
 
     def train(self) -> Iterator[str]:
-        """Gradient steps of 32 alone."""
+        """Gradient steps with a batch of 32 alone."""
         yield "| policy | PERDQN, a gradient step | DQN |"
         yield "|---|---|---|"
         for policy in ("MlpPolicy", "CnnPolicy", "MultiInputPolicy"):
@@ -203,7 +203,7 @@ def _microseconds(seconds: float) -> str:
 
 
 def machine() -> str:
-    """:return: where and with what this runs"""
+    """:return: description of the machine and the versions of packages"""
     found = []
     for package in VERSIONS:
         try:
@@ -226,10 +226,10 @@ def machine() -> str:
 
 def write(section: str, text: str) -> None:
     """
-    Put a table between its marks in the page.
+    Write a table between its marks in the page.
 
     :param section: name of the marks
-    :param text: what stands there from now on
+    :param text: new text between them
     """
     page = PAGE.read_text(encoding="utf-8")
     marks = f"<!-- {section} -->\n", f"<!-- end of {section} -->"

@@ -1,4 +1,4 @@
-"""What an import and the first call cost, each in a process of its own."""
+"""Times of an import and of the first call, each in a new process."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ from benchmarks.race import Contestant, Race
 
 IMPORTS = ["gymnasium", "sb3_per_envs", "stable_baselines3", "sb3_per"]
 
-#: A draw and a write of the tree, which is all that gets compiled first
+#: A draw and a write of the tree, which are compiled first
 FIRST_CALLS = (
     "import numpy as np; from sb3_per import SumTree; tree = SumTree(10); "
     "tree.update(np.arange(10), np.ones(10)); tree.sample(4)"

@@ -1,4 +1,4 @@
-"""Sum-trees: draws and writes of whole batches, against what else one can install."""
+"""Sum-trees: draws and writes of whole batches, against trees of other packages."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -17,13 +17,13 @@ FloatArray = npt.NDArray[np.float64]
 
 OURS = "sb3_per"
 BY_RANK = "sb3_per, by rank"
-#: How many batches of indices a write goes through before it begins again
+#: Number of batches of indices that a write goes through before it starts again
 N_BATCHES = 64
 
 
 class Tree(NamedTuple):
     """
-    One tree, full, behind two calls.
+    A full tree with two functions.
 
     :param draw: draws a batch of the given size
     :param write: sets the given leaves to the given priorities
@@ -44,13 +44,13 @@ def by_rank(priorities: FloatArray) -> Tree:
     """Our rank-tree."""
     tree = RankTree(len(priorities), alpha=0.7)
     tree.update(np.arange(len(priorities)), priorities)
-    # Computes the masses of all ranks, which happens once and belongs to no draw
+    # Computes the masses of all ranks, which happens once and is not part of a draw
     tree.sample(1)
     return Tree(tree.sample, tree.update)
 
 
 def rust_sumtree(priorities: FloatArray) -> Tree:
-    """``sumtree``, written in Rust: stratified draws, as ours."""
+    """``sumtree``, written in Rust: stratified draws, as in ours."""
     from sumtree import SumTree as RustTree
 
     tree: Any = RustTree(len(priorities))
@@ -72,7 +72,7 @@ def tianshou_tree(priorities: FloatArray) -> Tree:
 
 
 def cpprb_buffer(priorities: FloatArray) -> Tree:
-    """The buffer of cpprb, C++, with one number a transition: its tree can't be had without."""
+    """The buffer of cpprb, C++, with one number per transition: its tree can't be used alone."""
     from cpprb import PrioritizedReplayBuffer
 
     buffer = PrioritizedReplayBuffer(len(priorities), {"number": {}}, alpha=1.0)
@@ -108,12 +108,12 @@ MAKERS: dict[str, Callable[[FloatArray], Tree]] = {
 
 
 def available() -> dict[str, str]:
-    """:return: from contestants that can't take part to the reason"""
+    """:return: reasons by the names of the contestants that can't run"""
     missing = {}
     for name, make in MAKERS.items():
         try:
             make(np.ones(8)).draw(2)
-        except Exception as error:  # a peer may fail in any way
+        except Exception as error:  # other packages may fail in any way
             # Without the folders of this machine
             reason = re.sub(r"\S*/", "", str(error).splitlines()[0])
             missing[name] = f"{type(error).__name__}: {reason[:90]}"
@@ -124,16 +124,16 @@ def race(
     capacity: int, batch_size: int, names: list[str], rounds: int, seconds: float
 ) -> dict[str, Race]:
     """
-    :param capacity: leaves, all of them filled
-    :param batch_size: for each draw and each write
-    :param names: the contestants
-    :param rounds: of the race
-    :param seconds: of a turn
+    :param capacity: number of leaves, all of them filled
+    :param batch_size: size of each draw and each write
+    :param names: names of the contestants
+    :param rounds: number of rounds
+    :param seconds: length of a turn
     :return: the races ``"draw"`` and ``"write"``
     """
     rng = np.random.default_rng(0)
     priorities = rng.exponential(size=capacity) + 1e-3
-    # What comes back from a draw: one leaf from each of equal masses, in ascending order
+    # Indices as from a draw: one leaf from each of equal masses, in ascending order
     reference = SumTree(capacity)
     reference.update(np.arange(capacity), priorities)
     batches = [

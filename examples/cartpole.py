@@ -13,10 +13,10 @@ from stable_baselines3.common.utils import LinearSchedule
 
 from sb3_per import PERDQN
 
-#: Of DQN alone: those of prioritized replay keep their defaults
+#: Arguments of DQN; the options of prioritized replay keep their defaults
 SETTINGS: dict[str, Any] = {
     "policy": "MlpPolicy",
-    # Falling to 0, so that training ends with a settled policy and not on a bad moment
+    # Falls to 0, so that training ends with a stable policy
     "learning_rate": LinearSchedule(2.3e-3, 0.0, 1.0),
     "buffer_size": 100_000,
     "learning_starts": 1_000,

@@ -29,7 +29,7 @@ def main(arguments: list[str] | None = None) -> None:
         target_update_interval=100,
         exploration_fraction=0.5,
         seed=1,
-        alpha=0.6,  # how much priorities count
+        alpha=0.6,  # strength of the prioritization
         beta=0.4,  # strength of the importance-sampling correction, rising to 1
     )
     model.learn(timesteps)

@@ -13,6 +13,7 @@ import sb3_per_envs
 from sb3_per.buffers import (
     PrioritizedDictReplayBuffer,
     PrioritizedDictReplayBufferSamples,
+    PrioritizedFrameReplayBuffer,
     PrioritizedHerReplayBuffer,
     PrioritizedReplayBuffer,
     PrioritizedReplayBufferSamples,
@@ -45,6 +46,7 @@ __all__ = [
     "PERLoggerCallback",
     "PrioritizedDictReplayBuffer",
     "PrioritizedDictReplayBufferSamples",
+    "PrioritizedFrameReplayBuffer",
     "PrioritizedHerReplayBuffer",
     "PrioritizedOffPolicyAlgorithm",
     "PrioritizedReplayBuffer",
@@ -58,14 +60,14 @@ __all__ = [
     "drawable_indices",
     "td_errors_in_buffer",
 ]
-# What needs sb3-contrib, and where it is
+# Classes that need sb3-contrib, and the modules that define them
 _CONTRIB = {"PERQRDQN": "sb3_per.per_qrdqn", "PERTQC": "sb3_per.per_tqc"}
 if _find_spec("sb3_contrib"):
     __all__ += ["PERQRDQN", "PERTQC"]
 
 
 def __getattr__(name: str) -> _Any:
-    # Not before it is asked for: it says what is missing where sb3-contrib is
+    # Imported on first use: without sb3-contrib, that module raises an error that names it
     if name in _CONTRIB:
         return getattr(_import_module(_CONTRIB[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

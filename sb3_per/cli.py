@@ -13,13 +13,13 @@ __all__ = ["COMMANDS", "main"]
 
 class Command(NamedTuple):
     """
-    A subcommand. Nothing of it is imported before it is called.
+    A subcommand. Its modules are imported when it is called.
 
     :param summary: one line for ``sb3-per --help``
-    :param function: ``module:name`` of what to call; returns an exit code or None
-    :param settings: ``module:name`` of a dataclass, which the function gets, made by tyro from
-        the arguments; None hands it the list of arguments as it is
-    :param extra: extra of this package that brings what the command needs
+    :param function: ``module:name`` of the function to call; returns an exit code or None
+    :param settings: ``module:name`` of a dataclass, the argument of the function, which tyro
+        creates from the arguments; None passes the list of arguments
+    :param extra: extra of this package that installs the dependencies of the command
     """
 
     summary: str
@@ -60,8 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _main(list(arguments))
     code = _main(sys.argv[1:])
     if "ray" in sys.modules:
-        # Threads that Ray leaves behind kept one process in twenty from ending, with everything
-        # written and Ray shut down (Ray 2.60)
+        # Threads of Ray kept one process in twenty from ending, after everything was written and
+        # Ray was shut down (Ray 2.60)
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -88,7 +88,7 @@ def _main(given: list[str]) -> int:
     try:
         return _call(name, command, rest)
     except KeyboardInterrupt:
-        # While the command was still being imported
+        # Ctrl-C while the command was imported
         print(f"\nsb3-per {name}: stopped", file=sys.stderr)
         return 130
     except ModuleNotFoundError as error:
@@ -106,7 +106,7 @@ def _main(given: list[str]) -> int:
 def _call(name: str, command: Command, arguments: list[str]) -> int:
     if command.settings is None:
         return _named(command.function)(arguments) or 0
-    # First of all, because it is quick: mistakes in arguments are told at once
+    # First, because it is fast: errors in arguments are reported at once
     import tyro
 
     settings = tyro.cli(_named(command.settings), prog=f"sb3-per {name}", args=arguments)

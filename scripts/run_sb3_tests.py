@@ -1,5 +1,5 @@
 """
-Run Stable-Baselines3's own tests of its algorithms, or sb3-contrib's, against ours.
+Run Stable-Baselines3's or sb3-contrib's tests of their algorithms against ours.
 
 Usage, with a checkout of SB3 (or of sb3-contrib) of the installed version, or near it::
 
@@ -7,7 +7,7 @@ Usage, with a checkout of SB3 (or of sb3-contrib) of the installed version, or n
     python scripts/run_sb3_tests.py somewhere
     python scripts/run_sb3_tests.py somewhere --algorithms SAC TD3
 
-The tests are copied away from the checkout, so that they test what is installed. For each algorithm
+The tests are copied from the checkout, so that they test the installed package. For each algorithm
 they run twice: as they are, then with the algorithm (``stable_baselines3.DQN`` and
 ``stable_baselines3.dqn.DQN``, say) replaced by ours before any test is imported. Test files that
 can't be imported (SB3's own extras are needed for some) are left out and named. The exit status is
@@ -30,7 +30,7 @@ import pytest
 
 import sb3_per
 
-#: Packages with their modules that have the algorithm, by its name
+#: Packages with the modules of the algorithm, by its name
 ORIGINS = {
     "DQN": ("stable_baselines3", "stable_baselines3.dqn"),
     "SAC": ("stable_baselines3", "stable_baselines3.sac"),
@@ -49,7 +49,7 @@ BY_DESIGN = {
     "test_tensorboard.py::test_tensorboard": "the folder of the log has the name of our algorithm",
 }
 
-#: Tell the plugin, which runs in another process, what to do
+#: Environment variables for the plugin, which runs in another process
 REPORT_VARIABLE = "SB3_TESTS_REPORT"
 ALGORITHM_VARIABLE = "SB3_TESTS_ALGORITHM"
 
@@ -58,10 +58,10 @@ OUTCOMES = ("passed", "failed", "skipped")
 
 class Report(NamedTuple):
     """
-    What one run of the tests gave.
+    Outcome of one run of the tests.
 
-    :param outcomes: by the id of the test, under the name that it has for the original
-    :param reasons: why, for those that failed
+    :param outcomes: outcomes by the id of the test for the original
+    :param reasons: reasons of the failures, by the id of the test
     :param left_out: reasons by the names of the files that can't be imported
     """
 
@@ -74,7 +74,7 @@ class Reporter:
     """
     Plugin of pytest that writes a report.
 
-    :param path: of the file to write
+    :param path: path of the file to write
     """
 
     def __init__(self, path: Path) -> None:
@@ -82,12 +82,12 @@ class Reporter:
         self.report = Report({}, {}, {})
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Keep what can't be imported in mind."""
+        """Record a file that can't be imported."""
         if report.failed:
             self.report.left_out[report.nodeid] = _reason(report.longreprtext)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Keep the outcome of a test in mind; a failure in its set-up or tear-down counts too."""
+        """Record the outcome of a test; a failure in its setup or teardown counts, too."""
         name = report.nodeid
         for original in ORIGINS:
             name = name.replace(f"PER{original}", original)
@@ -104,8 +104,8 @@ class Reporter:
 
 def _reason(text: str) -> str:
     """
-    :param text: how pytest prints an exception
-    :return: its first line that names an error, else its last line
+    :param text: exception printed by pytest
+    :return: its first line that names an error, otherwise its last line
     """
     lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
     errors = [line[2:].strip() for line in lines if line.startswith("E ")]
@@ -113,7 +113,7 @@ def _reason(text: str) -> str:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Take the place of the original; pytest calls it before it imports any test."""
+    """Replace the original; pytest calls this before it imports any test."""
     name = os.environ[ALGORITHM_VARIABLE]
     original = name.removeprefix("PER")
     if name != original:
@@ -126,12 +126,12 @@ def run_tests(tests: Path, algorithm: str, keyword: str) -> Report:
     """
     :param tests: folder with a copy of the tests
     :param algorithm: name of the original or of ours
-    :param keyword: selects tests, as ``pytest -k`` does
-    :return: what the tests gave
+    :param keyword: expression that selects tests, as in ``pytest -k``
+    :return: outcome of the tests
     :raises RuntimeError: if pytest ended without a report
     """
     folder = tests.parent
-    # A configuration of their own: none from a folder above is used
+    # A separate configuration, so that none from a parent folder is used
     config = folder / "pytest.ini"
     config.write_text("[pytest]\nmarkers =\n  expensive\n  slow\n", encoding="utf-8")
     path = folder / f"{algorithm}.json"
@@ -157,9 +157,9 @@ def run_tests(tests: Path, algorithm: str, keyword: str) -> Report:
 
 def print_comparison(name: str, theirs: Report, ours: Report) -> list[str]:
     """
-    :param name: of the original algorithm
-    :param theirs: of the tests as they are
-    :param ours: of the same tests with the algorithm replaced
+    :param name: name of the original algorithm
+    :param theirs: outcome of the unchanged tests
+    :param ours: outcome of the same tests with the algorithm replaced
     :return: the tests that pass for theirs but not for ours, those of :data:`BY_DESIGN` left out
     """
     counts = [Counter(report.outcomes.values()) for report in (theirs, ours)]

@@ -8,7 +8,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "results.md"
 
 
 def main() -> None:
-    """Renew every table."""
+    """Write every table again."""
     text = PAGE.read_text(encoding="utf-8")
     for name, study in STUDIES.items():
         _, agents, base = plan(StudySettings(name))

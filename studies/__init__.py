@@ -1,6 +1,6 @@
-"""The evidence behind docs/results.md: studies that can be rerun."""
+"""The studies behind docs/results.md, which can be run again."""
 
 from sb3_per.compare.agents import ALGORITHMS, Algorithm
 
-# An agent of the studies alone, which worker processes know as soon as they import this package
+# An agent for the studies only, registered here so that worker processes know it, too
 ALGORITHMS["per_trial"] = Algorithm("studies.trials", "PERDQNTrial", "PER trial", True)

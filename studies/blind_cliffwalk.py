@@ -1,9 +1,10 @@
 """
-The study ``blind-cliffwalk``: how many updates Q-learning needs, by the way it replays its memory.
+The study ``blind-cliffwalk``: number of updates that Q-learning needs, by replay strategy.
 
-The experiment of Schaul et al. 2016 (figures 1 and 2, appendix B.1). A memory holds all that random
-behavior meets on a Blind Cliffwalk, where one transition in exponentially many has a reward.
-Q-learning replays it, one transition at a time, until it knows the value of each action.
+The experiment of Schaul et al. 2016 (figures 1 and 2, appendix B.1). A memory contains all
+transitions that a random policy sees on a Blind Cliffwalk, where one transition in exponentially
+many has a reward. Q-learning replays it, one transition at a time, until it has learned the value
+of each action.
 """
 
 import math
@@ -47,19 +48,19 @@ _F = TypeVar("_F", bound=Callable[..., object])
 Approximation = Literal["tabular", "linear"]
 Replay = Literal["uniform", "oracle", "greedy", "proportional", "rank"]
 
-#: Step size, and where learning is over, in the paper
+#: Step size, and mean squared error at which learning ends, in the paper
 STEP_SIZE, THRESHOLD = 0.25, 1e-3
 #: Standard deviation of the parameters at the start
 SPREAD = 0.1
-#: Updates after which a run is given up: so many, and so many for each transition of the memory
+#: Updates after which a run is stopped: a constant, and a number per transition of the memory
 MOST_UPDATES = (10_000, 50)
-#: Random numbers that a kernel gets at a time
+#: Number of random numbers that a kernel gets at a time
 CHUNK = 2**16
 
-#: What a kernel says after its updates: go on, all is learned, or nothing will ever change again
+#: Results of a kernel after its updates: continue, learned, or no further change
 GOING_ON, LEARNED, STUCK = 0, 1, 2
 
-#: Added to each absolute TD error, and in some of the runs the priority at the start
+#: Constant added to each absolute TD error, and in some of the runs the initial priority
 EPS = 1e-6
 
 #: Approximation and number of states of each task. With more states, a memory would have more than
@@ -70,7 +71,7 @@ TASKS: dict[str, tuple[Approximation, int]] = {
     for n in range(2, 21)
 }
 
-#: Largest number of states that the study has
+#: Largest number of states in the study
 LARGEST = 16
 
 #: Median updates of an independent implementation, tabular, 5 seeds, by number of states
@@ -84,15 +85,15 @@ INDEPENDENT = {
 
 class Way(NamedTuple):
     """
-    A way to replay the memory.
+    A replay strategy.
 
-    :param replay: how transitions are chosen
+    :param replay: choice of the transitions
     :param label: its name in tables and pictures
     :param color: its color in pictures
     :param marker: its marker in pictures
     :param alpha: exponent of priorities or ranks
     :param initial_priority: priority of transitions that were not replayed yet, before the
-        exponent; None where there are no priorities
+        exponent; None without priorities
     """
 
     replay: Replay
@@ -130,13 +131,13 @@ class Run(NamedTuple):
     One run of Q-learning.
 
     :param approximation: ``"tabular"`` or ``"linear"``
-    :param replay: how transitions are chosen
+    :param replay: choice of the transitions
     :param n: number of states, at least 2
-    :param seed: of the initial parameters, the order of the memory and the draws; runs that differ
-        in ``replay`` alone begin with the same parameters and the same memory
+    :param seed: seed of the initial parameters, the order of the memory and the draws; runs that
+        differ in ``replay`` alone begin with the same parameters and the same memory
     :param alpha: exponent of priorities or ranks
-    :param eps: added to each absolute TD error
-    :param initial_priority: of transitions that were not replayed yet, before the exponent
+    :param eps: constant added to each absolute TD error
+    :param initial_priority: priority of transitions that were not replayed yet, before the exponent
     """
 
     approximation: Approximation
@@ -158,7 +159,7 @@ class Run(NamedTuple):
 
 def true_values(n: int) -> FloatArray:
     """
-    Values of state-action pairs under the best behavior.
+    Values of state-action pairs under the optimal policy.
 
     :param n: number of states
     :return: shape ``(2 * n,)``; the value of action ``a`` in state ``s`` is at ``2 * s + a``
@@ -172,14 +173,14 @@ def true_values(n: int) -> FloatArray:
 
 def replay_memory(n: int, rng: np.random.Generator) -> IntArray:
     """
-    Everything that can happen: each sequence of ``n`` actions, carried out to the end of its
-    episode, in random order (appendix B.1). The same sequences in
-    :class:`~sb3_per_envs.BlindCliffwalkEnv` give the same transitions.
+    All transitions: each sequence of ``n`` actions, executed to the end of its episode, in random
+    order (appendix B.1). The same sequences in :class:`~sb3_per_envs.BlindCliffwalkEnv` give the
+    same transitions.
 
     :param n: number of states
-    :param rng: chooses the order
+    :param rng: random generator for the order
     :return: the state-action pair ``2 * s + a`` of each transition, shape ``(2 ** (n + 1) - 2,)``.
-        Nothing else is needed: where a pair leads to, and whether there is a reward, is certain.
+        Nothing else is needed: next state and reward of a pair are deterministic.
     """
     sequences = rng.permutation(2**n)
     actions = (sequences[:, None] >> np.arange(n)) & 1  # [sequence, state]
@@ -198,8 +199,8 @@ def _compile(function: _F) -> _F:
     Compile on the first call.
 
     :param function: function in numba's subset of Python
-    :return: its compiled form, which isn't kept on disk: numba would not notice that a kernel of
-        the trees, which it contains, has changed in the meantime
+    :return: the compiled function, which isn't kept on disk: numba would not notice a change in a
+        kernel of the trees, which it contains
     """
     return cast(_F, numba.njit(nogil=True, error_model="numpy")(function))
 
@@ -207,7 +208,7 @@ def _compile(function: _F) -> _F:
 @_compile
 def _td_error(values: FloatArray, pair: int) -> float:
     """
-    :param values: of all pairs
+    :param values: values of all pairs
     :param pair: state and action of the transition
     :return: target minus value
     """
@@ -229,10 +230,10 @@ def _update(values: FloatArray, pair: int, is_linear: bool) -> float:
     the constant feature of an action moves the values of all states for it, a step on the feature
     of a state moves that state's.
 
-    :param values: of all pairs, changed
+    :param values: values of all pairs, changed
     :param pair: state and action of the transition
     :param is_linear: whether there is a constant feature
-    :return: the TD error before
+    :return: the TD error before the update
     """
     error = _td_error(values, pair)
     if is_linear:
@@ -257,11 +258,11 @@ def _replay_given(
     """
     Replay transitions in a given order.
 
-    :param values: of all pairs, changed
-    :param truth: what they should be
+    :param values: values of all pairs, changed
+    :param truth: true values
     :param is_linear: whether there is a constant feature
-    :param pairs: of the transitions, one after the other
-    :return: number of updates, what comes of it
+    :param pairs: pairs of the transitions, in order
+    :return: number of updates, result
     """
     for j in range(pairs.shape[0]):
         _update(values, pairs[j], is_linear)
@@ -285,7 +286,7 @@ def _replay_in_proportion(
     uniforms: FloatArray,
 ) -> tuple[int, int]:
     """
-    Draw from a SumTree and write the new priority back, by turns.
+    Draw from a SumTree and write the new priority back, alternately.
 
     :param memory: pairs of all transitions
     :param numbers: place for one random number, then for one priority, shape ``(1,)``
@@ -293,9 +294,9 @@ def _replay_in_proportion(
     :param drawing: arguments of ``sum_kernels.draw``, the two places among them
     :param writing: arguments of ``sum_kernels.write``, likewise
     :param alpha: exponent of priorities
-    :param eps: added to each absolute TD error
+    :param eps: constant added to each absolute TD error
     :param uniforms: random numbers, one for each draw
-    :return: number of updates, what comes of it
+    :return: number of updates, result
     """
     for j in range(uniforms.shape[0]):
         numbers[0] = uniforms[j]
@@ -324,18 +325,18 @@ def _replay_by_rank(
     uniforms: FloatArray,
 ) -> tuple[int, int]:
     """
-    Draw from a RankTree, or take its first rank, and write the new priority back, by turns.
+    Draw from a RankTree, or take its first rank, and write the new priority back, alternately.
 
     :param memory: pairs of all transitions
     :param numbers: place for one random number, then for one priority, shape ``(1,)``
     :param indices: place for one transition, shape ``(1,)``
     :param drawing: arguments of ``rank_kernels.draw``, the two places among them
     :param writing: arguments of ``rank_kernels.write``, likewise
-    :param head: of the tree, which knows the leaf of the first rank
-    :param is_greedy: take the first rank
-    :param eps: added to each absolute TD error
+    :param head: array ``head`` of the tree, which contains the leaf of the first rank
+    :param is_greedy: whether to take the first rank
+    :param eps: constant added to each absolute TD error
     :param uniforms: random numbers, one for each draw
-    :return: number of updates, what comes of it
+    :return: number of updates, result
     """
     before = np.empty_like(values)
     for j in range(uniforms.shape[0]):
@@ -352,7 +353,7 @@ def _replay_by_rank(
         rank_kernels.write(*writing)
         is_same = is_greedy and indices[0] == head[rank_kernels.FIRST_LEAF]
         if is_same and (values == before).all():
-            # The same transition again, which changes nothing
+            # The same transition again: there will be no further change
             return j + 1, STUCK
     return uniforms.shape[0], GOING_ON
 
@@ -364,11 +365,11 @@ def _replay_best(
     """
     The oracle: replay the transition after which the squared error of all values is smallest.
 
-    :param values: of all pairs, changed
-    :param truth: what they should be
+    :param values: values of all pairs, changed
+    :param truth: true values
     :param is_linear: whether there is a constant feature
-    :param most: give up after so many updates
-    :return: number of updates, what comes of it
+    :param most: largest number of updates
+    :return: number of updates, result
     """
     n_pairs = values.shape[0]
     sums = np.empty(2)
@@ -382,8 +383,8 @@ def _replay_best(
         for pair in range(n_pairs):
             step = STEP_SIZE * _td_error(values, pair)
             excess = values[pair] - truth[pair]
-            # What the sum of squared errors changes by: one value moves by `step`, or with the
-            # constant feature all values of the action do, and the one by as much again
+            # Change of the sum of squared errors: one value moves by `step`, or with the constant
+            # feature all values of the action do, and the one value twice as far
             change = 2.0 * step * excess + step * step
             if is_linear:
                 change = 2.0 * step * (sums[pair % 2] + excess)
@@ -395,19 +396,19 @@ def _replay_best(
         if _is_learned(values, truth):
             return j + 1, LEARNED
         if (values == before).all():
-            # No update makes the values better, and the best one changes nothing
+            # No update improves the values, and the best one changes nothing
             return j + 1, STUCK
     return most, GOING_ON
 
 
 def learn(run: Run) -> int | None:
     """
-    Learn until the mean squared error of all values is below 1e-3, which is looked at after every
+    Learn until the mean squared error of all values is below 1e-3, which is checked after every
     update.
 
-    :param run: what to do
-    :return: number of updates; None if 10,000 updates and 50 for each transition are not enough,
-        or if nothing would change any more
+    :param run: the run
+    :return: number of updates; None if 10,000 updates and 50 per transition are not enough, or if
+        the values stop changing
     """
     start, draws = np.random.SeedSequence((run.seed, run.n)).spawn(2)
     rng = np.random.default_rng(start)
@@ -435,11 +436,11 @@ def _replays(
     run: Run, values: FloatArray, truth: FloatArray, memory: IntArray
 ) -> Callable[[FloatArray], tuple[int, int]]:
     """
-    Prepare the tree that the transitions are drawn from.
+    Prepare the tree from which the transitions are drawn.
 
-    :param run: what to do
-    :param values: of all pairs, changed by what is returned
-    :param truth: what they should be
+    :param run: the run
+    :param values: values of all pairs, changed by the returned function
+    :param truth: true values
     :param memory: pairs of all transitions
     :return: a function that replays one transition for each random number it gets
     """
@@ -477,7 +478,7 @@ def _replays(
 
 @dataclass(frozen=True)
 class CliffwalkStudy(Study):
-    """Ways of replay, for tables and for linear values, by the number of states."""
+    """Replay strategies with tabular and linear values, by the number of states."""
 
     measures = ("transitions", "updates")
 
@@ -488,19 +489,19 @@ class CliffwalkStudy(Study):
         return text
 
     def run_of(self, task: str, agent: str, seed: int) -> StudyRun:
-        """Of a task and an agent by their names."""
+        """Run of a task and an agent by their names."""
         if task not in TASKS:
             raise SettingsError(f"there is no task {task!r}, only {', '.join(TASKS)}")
         approximation, n = TASKS[task]
         way = AGENTS[agent]
-        # Where there are no priorities, none is read
+        # Without priorities, the value is not used
         priority = 1.0 if way.initial_priority is None else way.initial_priority
         run = Run(approximation, way.replay, n, seed, way.alpha, EPS, priority)
         return StudyRun((task, agent, seed), n, run)
 
     @staticmethod
     def make(run: StudyRun) -> Row:
-        """Learn; ``updates`` is missing if it was not enough."""
+        """Learn; ``updates`` is missing if the run did not learn."""
         return {"transitions": run.details.n_transitions, "updates": learn(run.details)}
 
     def report(self, folder: Path, agents: Sequence[str], base: str | None) -> list[str]:
@@ -526,11 +527,10 @@ class CliffwalkStudy(Study):
 
 def summarize(runs: pd.DataFrame) -> pd.DataFrame:
     """
-    :param runs: of the study
+    :param runs: runs of the study
     :return: one row for each task and agent: ``approximation``, ``n``, ``agent``,
         ``transitions``, ``median``, ``low`` and ``high`` of the updates, ``n_runs``, ``n_learned``.
-        Runs that did not learn count as longer than all others; a number that is one of theirs is
-        infinite.
+        Runs that did not learn count as longer than all others, with infinite updates.
     """
     approximations, sizes = zip(*(TASKS[task] for task in runs["task"]), strict=True)
     updates = runs["updates"].astype("float64").fillna(math.inf)
@@ -548,9 +548,9 @@ def summarize(runs: pd.DataFrame) -> pd.DataFrame:
 
 def markdown(summary: pd.DataFrame, approximation: str, agents: Sequence[str]) -> list[str]:
     """
-    :param summary: of :func:`summarize`
-    :param approximation: which part of it
-    :param agents: the columns
+    :param summary: result of :func:`summarize`
+    :param approximation: approximation whose rows are shown
+    :param agents: agents in the columns
     :return: lines of a table of medians in Markdown, with smallest and largest number in brackets
     """
     part = summary[summary["approximation"] == approximation]
@@ -584,9 +584,9 @@ def _count(number: float) -> str:
 
 def pictures_of(summary: pd.DataFrame, agents: Sequence[str]) -> dict[str, Figure]:
     """
-    :param summary: of :func:`summarize`
+    :param summary: result of :func:`summarize`
     :param agents: agents with runs
-    :return: a picture for each priority at the start, with the agents that have none in each
+    :return: a picture for each initial priority; agents without priorities are in each of them
     """
     pictures = {}
     title = "Blind Cliffwalk: updates by way of replay"
@@ -605,7 +605,7 @@ def draw(summary: pd.DataFrame, agents: Sequence[str], title: str) -> Figure:
     Draw median updates against the size of the memory, both logarithmic, from the smallest to the
     largest number.
 
-    :param summary: of :func:`summarize`
+    :param summary: result of :func:`summarize`
     :param agents: agents to draw
     :param title: title of the picture
     :return: one plot for each approximation

@@ -1,4 +1,4 @@
-"""``python -m studies``: make the runs of a study, and say what comes out."""
+"""``python -m studies``: make the runs of a study, and write its results."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,16 +28,15 @@ STUDIES: Mapping[str, Study] = {
 @dataclass(frozen=True)
 class StudySettings(RunSettings):
     """
-    Make the runs of a study behind docs/results.md, or the same with other seeds, and write what
-    comes out: a line for each run, tables, pictures. The same command again goes on with what is
-    missing.
+    Make the runs of a study behind docs/results.md, or the same with other seeds, and write its
+    results: a line for each run, tables, pictures. The same command again makes the missing runs.
 
     :param study: `blind-cliffwalk`, `map`, `few-updates`, `hypotheses` or `confirmation`
-    :param tasks: in place of all tasks of the study
-    :param agents: in place of those of the study; where networks learn, as `sb3-per compare` takes
-        them
+    :param tasks: tasks to run; all tasks of the study by default
+    :param agents: agents to run; those of the study by default. Where networks learn, in the form
+        of `sb3-per compare`
     :param base: agent that the others are compared with; by default that of docs/results.md
-    :param n_seeds: runs of each agent on each task; 20 by default
+    :param n_seeds: number of runs of each agent on each task; 20 by default
     :param output: folder for the results; `results/STUDY` by default. Those that the
         documentation shows are in docs/results/STUDY.
     """
@@ -49,12 +48,12 @@ class StudySettings(RunSettings):
 
     @property
     def default_n_seeds(self) -> int:
-        """Those of the study."""
+        """Number of seeds of the study."""
         return STUDIES[self.study].n_seeds
 
     @property
     def default_output(self) -> Path:
-        """A folder for each study."""
+        """Folder of the study."""
         return Path("results") / self.study
 
     def check(self) -> None:
@@ -66,9 +65,9 @@ class StudySettings(RunSettings):
 
 def plan(settings: StudySettings) -> tuple[list[StudyRun], list[str], str | None]:
     """
-    :param settings: what was asked for
+    :param settings: settings of the command
     :return: all runs; their agents; the agent that the others are compared with
-    :raises SettingsError: if something that was asked for does not exist
+    :raises SettingsError: if a study, task or agent does not exist
     """
     settings.check()
     study = STUDIES[settings.study]
@@ -96,7 +95,7 @@ def plan(settings: StudySettings) -> tuple[list[StudyRun], list[str], str | None
 @command(PROGRAM)
 def main(settings: StudySettings) -> int:
     """
-    :param settings: which study
+    :param settings: settings of the command
     :return: exit code: 0, 1 if runs failed, 2 if the settings can't be used, 130 if stopped
     """
     runs, agents, base = plan(settings)

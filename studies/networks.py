@@ -1,4 +1,4 @@
-"""Studies in which networks learn: their tasks, and what is kept of a run."""
+"""Studies in which networks learn: their tasks, and the measures of a run."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,10 +17,12 @@ class Task(NamedTuple):
     """
     An environment with the hyperparameters that all agents share.
 
-    :param env_id: of Gymnasium
-    :param eval_episodes: of each evaluation; one where environment and start are always the same
-    :param hyperparams: in the form of rl-zoo's files, in place of those of :data:`SHARED`
-    :param n_evals: greedy evaluations along each run, besides the one before it
+    :param env_id: id of Gymnasium
+    :param eval_episodes: number of episodes of each evaluation; one if the environment is
+        deterministic
+    :param hyperparams: hyperparameters in the format of rl-zoo's files, which replace those of
+        :data:`SHARED`
+    :param n_evals: number of greedy evaluations along each run, besides the one before it
     """
 
     env_id: str
@@ -29,8 +31,8 @@ class Task(NamedTuple):
     n_evals: int = 20
 
 
-#: What tasks have in common where they don't say otherwise. Eight environments side by side and
-#: two updates for eight steps: one for four, at less cost than one environment alone.
+#: Default hyperparameters of the tasks. Eight parallel environments and two updates for eight
+#: steps: one for four, at less cost than with a single environment.
 SHARED: dict[str, Any] = {
     "policy": "MlpPolicy",
     "n_envs": 8,
@@ -50,8 +52,8 @@ SHARED: dict[str, Any] = {
 def corridor(length: int, **hyperparams: Any) -> Task:
     """
     :param length: number of cells
-    :param hyperparams: in place of the usual ones
-    :return: GridWorld with a time limit of 5 steps a cell
+    :param hyperparams: hyperparameters that replace the default ones
+    :return: GridWorld with a time limit of 5 steps per cell
     """
     env_kwargs = {"length": length, "max_episode_steps": 5 * length}
     return Task("sb3_per/GridWorld-v0", 1, {"env_kwargs": env_kwargs, "gamma": 0.97, **hyperparams})
@@ -63,7 +65,7 @@ def _cliffwalk(n: int, **hyperparams: Any) -> Task:
         1,
         {
             "env_kwargs": {"n": n},
-            # Random behavior, so that every agent gets to see the same: the seed decides
+            # A random policy, so that all agents with the same seed see the same transitions
             "exploration_initial_eps": 1.0,
             "exploration_final_eps": 1.0,
             **hyperparams,
@@ -71,14 +73,14 @@ def _cliffwalk(n: int, **hyperparams: Any) -> Task:
     )
 
 
-#: Of Gymnasium's classic tasks
+#: Hyperparameters of Gymnasium's classic tasks
 _CONTROL: dict[str, Any] = {"exploration_fraction": 0.2}
 
 
 def _every(steps: int) -> dict[str, int]:
     """
-    :param steps: of environments for one update
-    :return: hyperparameters, for 16 environments side by side
+    :param steps: number of environment steps per update
+    :return: hyperparameters for 16 parallel environments
     """
     together = 16
     return {
@@ -88,11 +90,11 @@ def _every(steps: int) -> dict[str, int]:
     }
 
 
-#: States, and environment steps for one update, of each Blind Cliffwalk
+#: Numbers of states and of environment steps per update of each Blind Cliffwalk
 CLIFFWALKS = {
     f"cliffwalk-{n}-every-{freq}": (n, freq) for n in (6, 8, 10) for freq in (1, 4, 16, 64)
 }
-#: Environment steps by the number of states
+#: Numbers of environment steps by the number of states
 CLIFFWALK_STEPS = {6: 3_000, 8: 8_000, 10: 20_000}
 
 TASKS: dict[str, Task] = {
@@ -124,11 +126,11 @@ class NetworkStudy(Study):
     measures = ("steps", "episodes", "seconds", "returns")
 
     def agent_name(self, text: str) -> str:
-        """As :func:`~sb3_per.compare.agents.parse_agent` reads it."""
+        """Name in the form of :func:`~sb3_per.compare.agents.parse_agent`."""
         return str(parse_agent(text))
 
     def run_of(self, task: str, agent: str, seed: int) -> StudyRun:
-        """Without looks into the buffer."""
+        """Run without snapshots of the buffer."""
         if task not in TASKS:
             raise SettingsError(f"there is no task {task!r}, only {', '.join(TASKS)}")
         about = TASKS[task]
@@ -160,6 +162,6 @@ class NetworkStudy(Study):
         }
 
     def report(self, folder: Path, agents: Sequence[str], base: str | None) -> list[str]:
-        """Greedy returns, and the probability to be better than the base."""
+        """Greedy returns, and the probability of being better than the base."""
         assert base is not None
         return write_report(folder, agents, base)

@@ -24,18 +24,18 @@ __all__ = ["NO_VALUE", "read_scores", "text_of", "write_files", "write_report"]
 
 FloatArray = npt.NDArray[np.float64]
 
-#: In a table, where an agent has no run
+#: Cell of a table for an agent without runs
 NO_VALUE = "-"
 
-#: In one panel
+#: Largest number of curves in one panel
 MOST_CURVES = 6
 
 
 def read_scores(path: Path) -> pd.DataFrame:
     """
     :param path: ``runs.csv`` of a study
-    :return: as :func:`~studies.study.read_runs`, with ``returns`` as a tuple of numbers; and
-        ``score``, the mean of the returns but the one before training
+    :return: table of :func:`~studies.study.read_runs`, with ``returns`` as a tuple of numbers; and
+        ``score``, the mean of the returns except the one before training
     """
     runs = read_runs(path)
     runs["returns"] = [tuple(map(float, str(text).split())) for text in runs["returns"]]
@@ -45,9 +45,9 @@ def read_scores(path: Path) -> pd.DataFrame:
 
 def scores(runs: pd.DataFrame, task: str, agent: str) -> FloatArray:
     """
-    :param runs: as :func:`read_scores` gives them
-    :param task: whose runs
-    :param agent: whose runs
+    :param runs: result of :func:`read_scores`
+    :param task: task of the runs
+    :param agent: agent of the runs
     :return: greedy return over training of each finished run, by seed
     """
     chosen = runs[(runs["task"] == task) & (runs["agent"] == agent)]
@@ -56,9 +56,9 @@ def scores(runs: pd.DataFrame, task: str, agent: str) -> FloatArray:
 
 def table(runs: pd.DataFrame, agents: Sequence[str], tasks: Sequence[str], base: str) -> list[str]:
     """
-    :param runs: as :func:`read_scores` gives them
-    :param agents: the rows
-    :param tasks: two columns for each
+    :param runs: result of :func:`read_scores`
+    :param agents: agents in the rows
+    :param tasks: tasks, with two columns each
     :param base: agent that the others are compared with
     :return: lines of a Markdown table: for each task the greedy return over training
         (interquartile mean, 95 % interval) and the probability that a run is better than one of
@@ -90,12 +90,12 @@ def text_of(estimate: Estimate, digits: int | None = None) -> str:
     """
     :param estimate: value and interval
     :param digits: digits after the point; 2 or none by default, by the size of the value
-    :return: both, or the value alone where there is no interval, as of a single run
+    :return: both as text, or the value alone if there is no interval, as for a single run
     """
     if digits is None:
         digits = 2 if abs(estimate.value) < 10 else 0
-    # Means of scores with few digits often end in a 5: machines differ in the last bit, and only
-    # that would say whether it is rounded up or down. Adding zero makes 0 of -0.
+    # Means of scores with few digits often end in a 5: machines differ in the last bit, which would
+    # decide whether it is rounded up or down. Adding zero turns -0 into 0.
     rounded = (round(round(number, 9), digits) + 0.0 for number in estimate)
     value, low, high = (f"{number:,.{digits}f}" for number in rounded)
     return value if np.isnan(estimate.low) else f"{value} [{low}, {high}]"
@@ -105,10 +105,10 @@ def score_picture(
     runs: pd.DataFrame, agents: Sequence[str], tasks: Sequence[str], base: str
 ) -> Figure:
     """
-    :param runs: as :func:`read_scores` gives them
-    :param agents: from top to bottom
-    :param tasks: one panel each
-    :param base: agent whose mean is drawn through all of them
+    :param runs: result of :func:`read_scores`
+    :param agents: agents from top to bottom
+    :param tasks: tasks, with one panel each
+    :param base: agent whose mean is drawn through all panels
     :return: greedy return over training of each agent, interquartile mean with 95 % interval
     """
     with style():
@@ -137,9 +137,9 @@ def score_picture(
 
 def curve_picture(runs: pd.DataFrame, agents: Sequence[str], tasks: Sequence[str]) -> Figure:
     """
-    :param runs: as :func:`read_scores` gives them
-    :param agents: one curve each
-    :param tasks: one panel each
+    :param runs: result of :func:`read_scores`
+    :param agents: agents, with one curve each
+    :param tasks: tasks, with one panel each
     :return: greedy return along training, interquartile mean with 95 % interval
     """
     colors = agent_colors(agents)
@@ -158,7 +158,7 @@ def curve_picture(runs: pd.DataFrame, agents: Sequence[str], tasks: Sequence[str
             axes.set_title(task)
             axes.set_ylabel("greedy return")
             steps_axis(axes)
-        # On one panel, for all: an agent may have no run on some tasks
+        # One legend for all panels: an agent may have no run on some tasks
         handles = {line.get_label(): line for axes in every for line in axes.get_lines()}
         every[0].legend(
             [handles[agent] for agent in agents if agent in handles],
@@ -170,9 +170,9 @@ def curve_picture(runs: pd.DataFrame, agents: Sequence[str], tasks: Sequence[str
 
 def write_files(folder: Path, lines: Sequence[str], pictures: Mapping[str, Figure]) -> None:
     """
-    :param folder: where they go
-    :param lines: of ``summary.md``
-    :param pictures: by the name of the file, without its end
+    :param folder: folder to write to
+    :param lines: lines of ``summary.md``
+    :param pictures: pictures by the name of the file, without extension
     :raises SettingsError: if they can't be written
     """
     with writing(folder):
@@ -183,10 +183,10 @@ def write_files(folder: Path, lines: Sequence[str], pictures: Mapping[str, Figur
 
 def write_report(folder: Path, agents: Sequence[str], base: str) -> list[str]:
     """
-    Write what the runs of a study say: ``summary.md`` and pictures.
+    Write the results of a study: ``summary.md`` and pictures.
 
-    :param folder: with ``runs.csv``
-    :param agents: in this order; others that have runs follow them
+    :param folder: folder with ``runs.csv``
+    :param agents: agents in the order of the results; others that have runs follow them
     :param base: agent that the others are compared with
     :return: the lines of the summary
     """

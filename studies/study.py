@@ -1,4 +1,4 @@
-"""What a study is, and the table that keeps its runs."""
+"""Base class of the studies, and the table of their runs."""
 
 import csv
 from abc import ABC, abstractmethod
@@ -15,10 +15,10 @@ from sb3_per.compare.store import RunFolder, writing
 
 __all__ = ["KEY", "Row", "RunTable", "Study", "StudyRun", "read_runs"]
 
-#: The columns of ``runs.csv`` that tell runs apart; the measures of the study follow them
+#: Columns of ``runs.csv`` that identify a run; the measures of the study follow them
 KEY = ("task", "agent", "seed")
 
-#: What a run measured, by column
+#: Measures of a run, by column
 Row = dict[str, Any]
 
 
@@ -28,7 +28,7 @@ class StudyRun(NamedTuple):
 
     :param key: task, agent and seed
     :param cost: roughly proportional to the time that the run takes
-    :param details: what the study needs to make the run
+    :param details: description of the run, specific to the study
     """
 
     key: tuple[str, str, int]
@@ -39,12 +39,12 @@ class StudyRun(NamedTuple):
 @dataclass(frozen=True)
 class Study(ABC):
     """
-    Agents on tasks: what is run, what is kept of each run, and what is said of them all.
+    Runs of agents on tasks, with their measures and a report.
 
     :param tasks: names of the tasks
     :param agents: names of the agents
     :param base: agent that the others are compared with; None if there is no comparison
-    :param n_seeds: runs of each agent on each task, the seeds counting from 0
+    :param n_seeds: number of runs of each agent on each task, with seeds from 0 on
     """
 
     #: Columns of the measures in ``runs.csv``
@@ -58,7 +58,7 @@ class Study(ABC):
     @abstractmethod
     def agent_name(self, text: str) -> str:
         """
-        :param text: an agent as the command line has it
+        :param text: agent on the command line
         :return: its name in ``runs.csv``
         :raises SettingsError: if there is no such agent
         """
@@ -98,7 +98,7 @@ class RunTable(RunFolder[StudyRun, Row]):
 
     @property
     def path(self) -> Path:
-        """The table."""
+        """Path of the table."""
         return self.folder / "runs.csv"
 
     @cached_property
@@ -108,7 +108,7 @@ class RunTable(RunFolder[StudyRun, Row]):
         text = self.path.read_text(encoding="utf-8", errors="replace")
         end = text.rfind("\n") + 1
         if end < len(text):
-            # Stopped in the middle of a line: that run is made again
+            # Stopped in the middle of a line: the run is made again
             self.write_text(self.path.name, text[:end])
         if not end:
             return set()
@@ -143,7 +143,7 @@ def read_runs(path: Path) -> pd.DataFrame:
     """
     :param path: ``runs.csv`` of a study
     :return: its rows by seed, otherwise in the order of the file
-    :raises SettingsError: if it is no such table
+    :raises SettingsError: if it is not such a table
     """
     try:
         runs = pd.read_csv(path).astype({"task": str, "agent": str, "seed": int})

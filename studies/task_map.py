@@ -1,7 +1,7 @@
 """
-The study ``map``: Blind Cliffwalk by how rare the reward is, and how often there is an update.
+The study ``map``: Blind Cliffwalk by the rarity of the reward and the frequency of updates.
 
-Behavior is random, so that with the same seed both agents see the same transitions.
+The policy is random, so that with the same seed both agents see the same transitions.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ class MapStudy(NetworkStudy):
     """Steps until the greedy policy gets the reward, compared seed by seed."""
 
     def report(self, folder: Path, agents: Sequence[str], base: str | None) -> list[str]:
-        """As of any study, where other agents or tasks than those of the map have runs."""
+        """The map, or the report of any study if other agents or tasks have runs."""
         runs = read_scores(folder / "runs.csv")
         others = {*agents, *runs["agent"]} - set(self.agents)
         if others or set(runs["task"]) - CLIFFWALKS.keys():
@@ -45,9 +45,9 @@ class Cell(NamedTuple):
     Environment steps until the greedy policy gets the reward, for each seed that both agents have.
 
     :param n: number of states
-    :param freq: environment steps for one update
-    :param uniform: with uniform replay, shape ``(seeds,)``
-    :param per: with prioritized replay, shape ``(seeds,)``
+    :param freq: number of environment steps per update
+    :param uniform: steps with uniform replay, shape ``(seeds,)``
+    :param per: steps with prioritized replay, shape ``(seeds,)``
     """
 
     n: int
@@ -65,8 +65,8 @@ class Cell(NamedTuple):
 
 def map_cells(runs: pd.DataFrame) -> list[Cell]:
     """
-    :param runs: as :func:`~studies.report.read_scores` gives them
-    :return: tasks of which both agents have a run with the same seed
+    :param runs: result of :func:`~studies.report.read_scores`
+    :return: tasks with runs of both agents with the same seed
     """
     cells = []
     for task, (n, freq) in CLIFFWALKS.items():
@@ -82,7 +82,7 @@ def map_cells(runs: pd.DataFrame) -> list[Cell]:
 
 def map_table(runs: pd.DataFrame) -> list[str]:
     """
-    :param runs: as :func:`~studies.report.read_scores` gives them
+    :param runs: result of :func:`~studies.report.read_scores`
     :return: lines of a Markdown table
     """
     lines = [
@@ -101,8 +101,8 @@ def map_table(runs: pd.DataFrame) -> list[str]:
 
 def map_picture(runs: pd.DataFrame) -> Figure:
     """
-    :param runs: as :func:`~studies.report.read_scores` gives them
-    :return: steps until solved with uniform over prioritized replay, by task
+    :param runs: result of :func:`~studies.report.read_scores`
+    :return: ratios of the steps until solved with uniform and with prioritized replay, by task
     """
     cells = map_cells(runs)
     sizes = sorted({cell.n for cell in cells})

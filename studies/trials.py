@@ -1,4 +1,4 @@
-"""Variants of prioritized replay that were tried and are no options of PERDQN."""
+"""Variants of prioritized replay that were tried and are not options of PERDQN."""
 
 import inspect
 from typing import Any, Literal, get_args
@@ -17,7 +17,7 @@ __all__ = ["PERDQNTrial", "TrialReplayBuffer"]
 #: Priority of new transitions: the largest of all, or of those that were replayed
 NewPriority = Literal["max", "measured"]
 
-#: What importance-sampling weights are divided by: the batch's largest, its mean, or nothing
+#: Divisor of the importance-sampling weights: the largest of the batch, their mean, or none
 WeightDivisor = Literal["max", "mean", "none"]
 
 
@@ -25,10 +25,10 @@ class TrialReplayBuffer(PrioritizedReplayBuffer):
     """
     Buffer of :class:`PERDQNTrial`, for one environment or several, without memory saving.
 
-    :param new_priority: of transitions that were never replayed
-    :param uniform_share: of each batch that is drawn uniformly, in ``[0, 1]``
-    :param weight_divisor: of importance-sampling weights; with ``"max"``, ``weight_normalization``
-        says whether that is the largest of the batch or of the buffer
+    :param new_priority: priority of transitions that were never replayed
+    :param uniform_share: share of each batch that is drawn uniformly, in ``[0, 1]``
+    :param weight_divisor: divisor of the importance-sampling weights; with ``"max"``,
+        ``weight_normalization`` selects the largest of the batch or of the buffer
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class TrialReplayBuffer(PrioritizedReplayBuffer):
         done: Array,
         infos: list[dict[str, Any]],
     ) -> None:
-        """As in :class:`PrioritizedReplayBuffer`, at the priority that was chosen."""
+        """As in :class:`PrioritizedReplayBuffer`, with the priority of ``new_priority``."""
         start, stop = self.pos * self.n_envs, (self.pos + 1) * self.n_envs
         largest = self._largest_replayed() if self.new_priority == "measured" else None
         super().add(obs, next_obs, action, reward, done, infos)
@@ -78,7 +78,7 @@ class TrialReplayBuffer(PrioritizedReplayBuffer):
     def sample(  # type: ignore[override]
         self, batch_size: int, env: VecNormalize | None = None
     ) -> PrioritizedReplayBufferSamples:
-        """As in :class:`PrioritizedReplayBuffer`, with probabilities that allow for the share."""
+        """As in :class:`PrioritizedReplayBuffer`, with probabilities that include the share."""
         indices, masses = self.tree.sample(batch_size)
         share, n = self.uniform_share, self.n_transitions
         if share:
@@ -86,12 +86,12 @@ class TrialReplayBuffer(PrioritizedReplayBuffer):
             indices = np.where(uniform, np.random.randint(n, size=batch_size), indices)
             masses = self.tree.masses(indices)
         probabilities = (1.0 - share) * masses / self.tree.total + share / n
-        # A probability, too: masses have another scale
+        # As a probability, too, since masses have another scale
         smallest = float(probabilities.min())
         if self.weight_normalization == "buffer":
             smallest = (1.0 - share) * self.tree.min_mass / self.tree.total + share / n
         batch = self._get_samples(indices, env)
-        # Divided by the largest, which belongs to the least likely one
+        # Divided by the largest, that of the least likely transition
         relative = importance_sampling_weights(probabilities, self.beta, smallest)
         weights = batch.weights.new_tensor(relative[:, None])
         if self.weight_divisor == "mean":
@@ -103,14 +103,15 @@ class TrialReplayBuffer(PrioritizedReplayBuffer):
 
 class PERDQNTrial(PERDQN):
     """
-    PERDQN with variants that ``docs/results.md`` reports on.
+    PERDQN with the variants reported in ``docs/results.md``.
 
     :param new_priority: priority of transitions that were never replayed: the largest of all
-        (``"max"``, as PERDQN has it), or of those that were replayed (``"measured"``)
-    :param uniform_share: of each batch that is drawn uniformly, in ``[0, 1]``
-    :param weight_divisor: divide weights by the largest of the batch (``"max"``, as PERDQN does),
-        by their mean (``"mean"``) or not at all (``"none"``)
-    :param refresh: measure all stored TD errors again whenever the target network has changed
+        (``"max"``, as in PERDQN), or of those that were replayed (``"measured"``)
+    :param uniform_share: share of each batch that is drawn uniformly, in ``[0, 1]``
+    :param weight_divisor: divisor of the weights: the largest of the batch (``"max"``, as in
+        PERDQN), their mean (``"mean"``) or none (``"none"``)
+    :param refresh: whether to compute all stored TD errors again after each update of the target
+        network
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class PERDQNTrial(PERDQN):
     ) -> None:
         self.refresh = refresh
         self._last_measured = 0
-        super().__init__(  # type: ignore[misc]  # given twice is an error, as it should be
+        super().__init__(  # type: ignore[misc]  # an argument given twice is an error, as intended
             *args,
             replay_buffer_class=TrialReplayBuffer,
             replay_buffer_kwargs={
@@ -136,7 +137,7 @@ class PERDQNTrial(PERDQN):
         )
 
     def train(self, gradient_steps: int, batch_size: int = 100) -> None:
-        """As in :class:`~sb3_per.PERDQN`, with priorities brought up to date before."""
+        """As in :class:`~sb3_per.PERDQN`, after an update of the priorities."""
         buffer = self.replay_buffer
         assert isinstance(buffer, TrialReplayBuffer)
         interval = max(self.target_update_interval // self.n_envs, 1)
@@ -146,7 +147,7 @@ class PERDQNTrial(PERDQN):
         super().train(gradient_steps, batch_size)
 
 
-# What can be given, for those who ask, in place of `*args` and `**kwargs`
+# Signature for introspection, in place of `*args` and `**kwargs`
 _own = inspect.signature(PERDQNTrial.__init__).parameters
 PERDQNTrial.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
     [

@@ -1,4 +1,4 @@
-"""What the two environments share: states in a row, two actions, the pictures of them."""
+"""Base of the two environments: states in a row, two actions, rendering."""
 
 from abc import abstractmethod
 from numbers import Integral
@@ -21,10 +21,11 @@ MARK_COLORS = {"A": (40, 90, 200), "x": (200, 40, 40)}
 
 class RowEnv(gym.Env[Observation, Action]):
     """
-    States in a row with two actions; a subclass says what they do, and draws itself as text.
+    Base class for states in a row with two actions; a subclass defines their effect, and renders
+    itself as text.
 
     :param render_mode: ``None`` or one of ``metadata["render_modes"]``
-    :raises ValueError: if ``render_mode`` is another one
+    :raises ValueError: if ``render_mode`` is anything else
     """
 
     metadata: dict[str, Any] = {"render_modes": ["ansi", "rgb_array"], "render_fps": 4}
@@ -61,7 +62,11 @@ class RowEnv(gym.Env[Observation, Action]):
 
     @abstractmethod
     def _row(self) -> str:
-        """Give one character a cell: ``.`` empty, ``A`` agent, ``x`` fallen agent, ``G`` goal."""
+        """
+        Render the state as text.
+
+        :return: one character per cell: ``.`` empty, ``A`` agent, ``x`` fallen agent, ``G`` goal
+        """
 
     def _checked(self, action: Action) -> int:
         """
@@ -72,7 +77,7 @@ class RowEnv(gym.Env[Observation, Action]):
         if self._episode != "running":
             state = "has not started" if self._episode == "none" else "is over"
             raise error.ResetNeeded(f"the episode {state}: call reset() before step()")
-        # By hand, as Discrete.contains takes longer than all the rest of a step.
+        # By hand, as Discrete.contains takes longer than the rest of a step.
         number = action[()] if isinstance(action, np.ndarray) else action
         if not isinstance(number, int | np.integer) or number not in (0, 1):
             raise ValueError(f"action must be 0 or 1, got {action!r}")
@@ -81,10 +86,12 @@ class RowEnv(gym.Env[Observation, Action]):
 
 def checked_integer(name: str, value: Any, low: int, high: int | None = None) -> int:
     """
-    Refuse what is no integer (a bool is none) or lies outside ``[low, high]``.
+    Refuse a value that is not an integer (a bool does not count as one) or outside ``[low, high]``.
 
-    :param name: how the message calls the value
-    :param high: None for no upper end
+    :param name: name of the value, for error messages
+    :param value: value given by the user
+    :param low: smallest value allowed
+    :param high: largest value allowed; None for no upper bound
     :return: the value as a plain integer
     :raises ValueError: with the value in its message
     """
@@ -103,8 +110,8 @@ def paint(row: str) -> npt.NDArray[np.uint8]:
     """
     Paint a row of cells, the last of which is the goal.
 
-    :param row: one character a cell; ``A`` and ``x`` become a blue and a red disc
-    :return: the picture, shape ``(CELL_SIZE, CELL_SIZE * len(row), 3)``
+    :param row: one character per cell; ``A`` and ``x`` become a blue and a red disc
+    :return: image of shape ``(CELL_SIZE, CELL_SIZE * len(row), 3)``
     """
     image = np.full((CELL_SIZE, CELL_SIZE * len(row), 3), CELL_COLOR, dtype=np.uint8)
     image[:, -CELL_SIZE:] = GOAL_COLOR

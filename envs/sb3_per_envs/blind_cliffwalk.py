@@ -11,25 +11,25 @@ from sb3_per_envs._row import Action, RowEnv, checked_integer
 
 class BlindCliffwalkEnv(RowEnv[npt.NDArray[np.float32]]):
     """
-    A row of states where one wrong action ends it all, and only the far end pays.
+    A row of states where one wrong action ends the episode, and only the far end gives a reward.
 
     ## Description
     The Blind Cliffwalk of Schaul et al., "Prioritized Experience Replay" (ICLR 2016), figure 1 and
-    appendix B.1. In each of the `n` states one action is right and goes on to the next state; the
-    other one ends the episode with nothing. Which one is right alternates: in state `i` it is
-    `i % 2`. Random behaviour sees the reward once in `2 ** n` episodes, so among the transitions
-    of a replay memory those that matter are exponentially rare.
+    appendix B.1. In each of the `n` states one action is right and leads to the next state; the
+    other one ends the episode without a reward. The right action alternates: in state `i` it is
+    `i % 2`. A random policy sees the reward once in `2 ** n` episodes, so among the transitions
+    of a replay buffer those that matter are exponentially rare.
 
     ## Action Space
-    `Discrete(2)`. In state `i`, action `i % 2` goes on and the other one falls. An action that is
+    `Discrete(2)`. In state `i`, action `i % 2` moves on and the other one falls. An action that is
     neither 0 nor 1 raises a `ValueError`.
 
     ## Observation Space
     `Box(0, 1, (n,), np.float32)`: 1 at the number of the state, 0 elsewhere.
 
-    Both ends of an episode happen *in* a state: after a fall the observation is still the one of
-    the state where it happened, after the success the one of the last state, `n - 1`. As both are
-    terminations, no value of it is ever bootstrapped.
+    Both ends of an episode happen *in* a state: after a fall the observation is still that of
+    the state where it happened, after a success that of the last state, `n - 1`. As both are
+    terminations, no target bootstraps from it.
 
     ## Starting State
     State 0, always. Nothing here is random, and `reset` ignores its options.
@@ -51,11 +51,11 @@ class BlindCliffwalkEnv(RowEnv[npt.NDArray[np.float32]]):
       success rate.
 
     ## Rendering
-    - `"ansi"`: one character a state and `G` for the reward after them, `A` for the agent:
-      `".A........G"` with 10 states. `x` is where it fell, and after the success the agent
+    - `"ansi"`: one character per state and `G` for the reward after them, `A` for the agent:
+      `".A........G"` with 10 states. `x` is where it fell, and after a success the agent
       hides the `G`.
-    - `"rgb_array"`: 32 x 32 pixels for each of these, the agent a blue disc, red when it fell,
-      the goal green.
+    - `"rgb_array"`: 32 x 32 pixels for each of these; the agent is a blue disc, red when it fell,
+      the goal is green.
 
     ## Arguments
     - `n`: number of states, at least 2.
@@ -94,7 +94,7 @@ class BlindCliffwalkEnv(RowEnv[npt.NDArray[np.float32]]):
         self, action: Action
     ) -> tuple[npt.NDArray[np.float32], float, bool, bool, dict[str, Any]]:
         """
-        Go on to the next state, or fall.
+        Move on to the next state, or fall.
 
         :param action: 0 or 1, as a Python or NumPy integer or an array of shape ``()``
         :return: observation, reward, terminated, truncated (always False), info

@@ -16,14 +16,14 @@ class GridWorldEnv(RowEnv[npt.NDArray[np.float32] | np.int64]):
     ## Description
     Cells are numbered from 0 at the left to `length - 1`, the goal, at the right. With the reward
     at the goal alone, a random walk from cell 0 needs `length * (length - 1)` steps on average
-    before there is anything to learn from; the shortest way takes `length - 1`.
+    before there is anything to learn from; the shortest path takes `length - 1`.
 
     ## Action Space
-    `Discrete(2)`: 0 goes one cell to the left, 1 one cell to the right. At the left wall, going
-    left stays. An action that is neither raises a `ValueError`.
+    `Discrete(2)`: 0 moves one cell to the left, 1 one cell to the right. At the left wall, moving
+    left has no effect. An action that is neither 0 nor 1 raises a `ValueError`.
 
     ## Observation Space
-    The agent's cell, in the form that `observation` names:
+    The agent's cell, in the form chosen by `observation`:
 
     | `observation` | space                              | value                               |
     |---------------|------------------------------------|-------------------------------------|
@@ -31,7 +31,7 @@ class GridWorldEnv(RowEnv[npt.NDArray[np.float32] | np.int64]):
     | `"position"`  | `Box(0, 1, (1,), np.float32)`      | the cell divided by `length - 1`    |
     | `"discrete"`  | `Discrete(length)`                 | the number of the cell, an np.int64 |
 
-    The observation that ends an episode is the one of the cell reached, as of any other step.
+    The last observation of an episode is that of the cell reached, as after any other step.
 
     ## Starting State
     Cell `start`, or with `start=None` any cell but the goal, all equally likely.
@@ -43,7 +43,7 @@ class GridWorldEnv(RowEnv[npt.NDArray[np.float32] | np.int64]):
     ## Episode End
     - Termination: the goal is reached.
     - Truncation: never by this class. Made by id, the environment has a time limit of 100 steps,
-      enough for the default length. A longer corridor wants more, for example its length squared:
+      enough for the default length. A longer corridor needs more, for example its length squared:
       `gym.make("sb3_per/GridWorld-v0", length=30, max_episode_steps=900)`.
 
     A `step` after termination, or before the first `reset`, raises `gymnasium.error.ResetNeeded`.
@@ -56,13 +56,13 @@ class GridWorldEnv(RowEnv[npt.NDArray[np.float32] | np.int64]):
       success rate.
 
     ## Rendering
-    - `"ansi"`: one character a cell, `A` for the agent and `G` for the goal: `"..A......G"`. On
+    - `"ansi"`: one character per cell, `A` for the agent and `G` for the goal: `"..A......G"`. On
       the goal, the agent hides it: `".........A"`.
-    - `"rgb_array"`: 32 x 32 pixels a cell, the agent a blue disc, the goal green.
+    - `"rgb_array"`: 32 x 32 pixels per cell; the agent is a blue disc, the goal is green.
 
     ## Arguments
     - `length`: number of cells, at least 2.
-    - `start`: cell of the start, from 0 to `length - 2`, or None for a random one.
+    - `start`: cell where an episode starts, from 0 to `length - 2`, or None for a random one.
     - `observation`: `"one_hot"`, `"position"` or `"discrete"`.
     - `render_mode`: None, `"ansi"` or `"rgb_array"`.
 
@@ -101,8 +101,9 @@ class GridWorldEnv(RowEnv[npt.NDArray[np.float32] | np.int64]):
         """
         Start an episode.
 
-        :param seed: seeds the random starts from here on; None goes on with them
-        :param options: ``{"start": cell}`` or ``{"start": None}`` replaces the argument once
+        :param seed: seed for the random starts from here on; None continues with them
+        :param options: ``{"start": cell}`` or ``{"start": None}`` replaces ``start`` for this
+            episode
         :return: observation and info
         """
         start = self._checked_start((options or {}).get("start", self.start))
@@ -117,7 +118,7 @@ class GridWorldEnv(RowEnv[npt.NDArray[np.float32] | np.int64]):
         self, action: Action
     ) -> tuple[npt.NDArray[np.float32] | np.int64, float, bool, bool, dict[str, Any]]:
         """
-        Go one cell to the left or to the right.
+        Move one cell to the left or to the right.
 
         :param action: 0 or 1, as a Python or NumPy integer or an array of shape ``()``
         :return: observation, reward, terminated, truncated (always False), info

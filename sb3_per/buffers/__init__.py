@@ -1,6 +1,7 @@
 """Replay buffers that draw transitions by priority."""
 
 from sb3_per.buffers.dictionary import PrioritizedDictReplayBuffer
+from sb3_per.buffers.frames import PrioritizedFrameReplayBuffer
 from sb3_per.buffers.her import PrioritizedHerReplayBuffer
 from sb3_per.buffers.replay import PrioritizedReplayBuffer
 from sb3_per.buffers.samples import (
@@ -11,6 +12,7 @@ from sb3_per.buffers.samples import (
 __all__ = [
     "PrioritizedDictReplayBuffer",
     "PrioritizedDictReplayBufferSamples",
+    "PrioritizedFrameReplayBuffer",
     "PrioritizedHerReplayBuffer",
     "PrioritizedReplayBuffer",
     "PrioritizedReplayBufferSamples",

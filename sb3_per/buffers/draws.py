@@ -1,4 +1,4 @@
-"""A record of what was drawn from a replay buffer."""
+"""A record of the draws from a replay buffer."""
 
 import numpy as np
 import numpy.typing as npt
@@ -7,7 +7,7 @@ from sb3_per.buffers.kernels import note_draws
 
 __all__ = ["DrawRecord"]
 
-#: How many of the latest draws keep their ages
+#: Number of latest draws whose ages are kept
 N_LATEST = 32_768
 
 IntArray = npt.NDArray[np.int64]
@@ -15,11 +15,11 @@ IntArray = npt.NDArray[np.int64]
 
 class DrawRecord:
     """
-    How often each stored transition was drawn, and how old it was each time.
+    Number of draws of each stored transition, and its age at each draw.
 
-    A buffer that keeps one calls :meth:`note` for each batch that it draws and :meth:`forget` for
-    each row that it stores. The totals only ever grow: to know what happened between two moments,
-    take the difference.
+    A buffer with a record calls :meth:`note` for each batch that it draws and :meth:`forget` for
+    each row that it stores. The totals only ever grow: the draws between two moments are the
+    difference of their totals.
 
     :param n_rows: number of rows in the buffer, one for each step of all environments
     :param n_envs: number of transitions in each row
@@ -28,7 +28,7 @@ class DrawRecord:
     def __init__(self, n_rows: int, n_envs: int) -> None:
         self.n_rows = n_rows
         self.n_envs = n_envs
-        #: How often each transition was drawn since it was stored or since counting began, by
+        #: Number of draws of each transition since it was stored or since counting began, by
         #: ``row * n_envs + env``
         self.counts: npt.NDArray[np.int32] = np.zeros(n_rows * n_envs, dtype=np.int32)
         # Number of draws, and sum of their ages
@@ -45,14 +45,14 @@ class DrawRecord:
     def sum_of_ages(self) -> int:
         """
         Sum of the ages of all draws. The age of a transition is the number of environment steps
-        since it was stored, of all environments together: 0 in the newest row.
+        since it was stored, over all environments: 0 in the newest row.
         """
         return int(self._totals[1])
 
     def latest_ages(self, n: int) -> IntArray:
         """
         :param n: number of draws, at least 0
-        :return: ages of the latest ``n`` draws, oldest draw first, or of as many as are kept (at
+        :return: ages of the latest ``n`` draws, oldest draw first, or of those that are kept (at
             most 32,768), shape ``(n_kept,)``
         """
         n_kept = min(n, self.n_draws, N_LATEST)
@@ -63,8 +63,8 @@ class DrawRecord:
         """
         Count the transitions of a batch.
 
-        :param indices: which were drawn, ``row * n_envs + env``, int64, shape ``(batch,)``
-        :param pos: the row that the buffer writes next
+        :param indices: drawn transitions, ``row * n_envs + env``, int64, shape ``(batch,)``
+        :param pos: number of the row that the buffer writes next
         :raises IndexError: if an index is outside the buffer; nothing is counted then
         """
         faulty = note_draws(indices, pos, self.n_envs, self.counts, self._totals, self._ages)
@@ -75,8 +75,7 @@ class DrawRecord:
 
     def forget(self, rows: int | slice) -> None:
         """
-        Start the counts of rows again from 0, because other transitions are stored there from now
-        on.
+        Reset the counts of rows to 0, because other transitions are stored there from now on.
 
         :param rows: number of the row, or a slice of rows
         """

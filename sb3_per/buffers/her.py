@@ -15,7 +15,7 @@ from stable_baselines3.her.goal_selection_strategy import (
 from stable_baselines3.her.her_replay_buffer import HerReplayBuffer
 
 from sb3_per.buffers.dictionary import PrioritizedDictReplayBuffer
-from sb3_per.buffers.replay import SelfBuffer, check_size
+from sb3_per.buffers.replay import SelfBuffer, Steps, check_size
 
 __all__ = ["PrioritizedHerReplayBuffer"]
 
@@ -28,28 +28,28 @@ class PrioritizedHerReplayBuffer(PrioritizedDictReplayBuffer, HerReplayBuffer): 
     Hindsight experience replay (Andrychowicz et al. 2017) with draws by priority.
 
     As in SB3's ``HerReplayBuffer``, the share ``n_sampled_goal / (n_sampled_goal + 1)`` of a batch
-    is relabelled: it gets a goal that was achieved in the same episode, and the reward for it.
-    Which transitions of the drawn ones are relabelled is chosen at random in each batch.
+    is relabeled: it gets a goal that was achieved in the same episode, and the reward for it. The
+    transitions to relabel are chosen at random in each batch.
 
-    A transition has one priority, that of its latest TD error, whichever goal it was replayed
-    with. The importance-sampling weight corrects for how often a transition is drawn; the goals
-    are drawn uniformly, so that they need no correction.
+    A transition has one priority, that of its latest TD error, whatever goal it was replayed with.
+    The importance-sampling weight corrects for the probability of a transition; the goals are drawn
+    uniformly, so that they need no correction.
 
-    Transitions of an episode that still runs have zero mass, since their goals are not known yet;
-    when it ends, all of them enter with the largest priority there is. When the first row of an
-    episode is overwritten, the rest of it loses its mass, as SB3 no longer draws it either.
+    Transitions of an unfinished episode have zero mass, since their goals are not known yet; when
+    it ends, all of them get the largest stored priority. When the first row of an episode is
+    overwritten, the rest of it loses its mass, as SB3 no longer draws it either.
 
     :param buffer_size: maximum number of transitions, over all environments
     :param observation_space: ``Dict`` with ``observation``, ``achieved_goal``, ``desired_goal``
     :param action_space: action space
-    :param env: the training environment, whose ``compute_reward`` is called
+    :param env: training environment, with a method ``compute_reward``
     :param device: PyTorch device of the batches
-    :param n_envs: number of environments that add transitions side by side
-    :param optimize_memory_usage: refused, as in SB3
-    :param handle_timeout_termination: bootstrap where an episode ran out of time
-    :param n_sampled_goal: relabelled transitions for each real one
+    :param n_envs: number of parallel environments
+    :param optimize_memory_usage: not supported, as in SB3
+    :param handle_timeout_termination: whether to bootstrap at the time limit of an episode
+    :param n_sampled_goal: number of relabeled transitions for each real one
     :param goal_selection_strategy: ``"future"``, ``"final"`` or ``"episode"``
-    :param copy_info_dict: hand the stored infos to ``compute_reward``
+    :param copy_info_dict: whether to pass the stored infos to ``compute_reward``
     :param options: the keyword-only options of :class:`PrioritizedReplayBuffer`; ``n_steps`` must
         be 1, because the rewards of the steps in between would belong to another goal
     :raises ValueError: if an option is out of its range
@@ -108,7 +108,7 @@ class PrioritizedHerReplayBuffer(PrioritizedDictReplayBuffer, HerReplayBuffer): 
 
     @property
     def n_steps(self) -> int:
-        """Length of the returns: 1, because rewards in between would belong to another goal."""
+        """Length of the returns: 1, because the rewards in between are for another goal."""
         return self._n_steps
 
     @n_steps.setter
@@ -116,7 +116,7 @@ class PrioritizedHerReplayBuffer(PrioritizedDictReplayBuffer, HerReplayBuffer): 
         if check_size("n_steps", value) != 1:
             raise ValueError(
                 f"`n_steps={value}` is not supported with hindsight experience replay: the "
-                "rewards in between belong to another goal than the relabelled one"
+                "rewards in between belong to another goal than the relabeled one"
             )
         self._n_steps = 1
 
@@ -125,10 +125,10 @@ class PrioritizedHerReplayBuffer(PrioritizedDictReplayBuffer, HerReplayBuffer): 
         cls: type[SelfBuffer], buffer: ReplayBuffer, **options: Any
     ) -> SelfBuffer:
         """
-        Take over the content of SB3's ``HerReplayBuffer``, its goals and its environment, each
-        transition at priority 1.
+        Take over the content of SB3's ``HerReplayBuffer``, including its goals and its environment,
+        each transition with a priority of 1.
 
-        :param buffer: one of SB3's; its arrays are taken over, not copied, so don't use it again
+        :param buffer: SB3's buffer; its arrays are taken over, not copied, so don't use it again
         :param options: the keyword-only options of :class:`PrioritizedReplayBuffer`
         :return: a prioritized buffer with the same transitions
         :raises ValueError: if an option is out of its range, or the buffer is of another kind
@@ -140,9 +140,9 @@ class PrioritizedHerReplayBuffer(PrioritizedDictReplayBuffer, HerReplayBuffer): 
 
     def set_env(self, env: VecEnv) -> None:
         """
-        Let another environment compute the rewards of relabelled transitions from now on.
+        Set the environment that computes the rewards of relabeled transitions.
 
-        :param env: the training environment
+        :param env: training environment
         """
         self.env = env
 
@@ -151,7 +151,7 @@ class PrioritizedHerReplayBuffer(PrioritizedDictReplayBuffer, HerReplayBuffer): 
         return {name: value for name, value in super().__getstate__().items() if name != "env"}
 
     def reset(self) -> None:
-        """Forget all transitions, their priorities and their episodes."""
+        """Remove all transitions, their priorities and their episodes."""
         super().reset()
         self.ep_start[:] = 0
         self.ep_length[:] = 0
@@ -167,7 +167,7 @@ class PrioritizedHerReplayBuffer(PrioritizedDictReplayBuffer, HerReplayBuffer): 
         infos: list[dict[str, Any]],
     ) -> None:
         """
-        Store one transition of each environment; it can be drawn once its episode is over.
+        Store one transition of each environment; it can be drawn when its episode has ended.
 
         :param obs: arrays of shape ``(n_envs, *observation)``, one for each key
         :param next_obs: the observation after the step (of the same episode), same shapes
@@ -176,20 +176,47 @@ class PrioritizedHerReplayBuffer(PrioritizedDictReplayBuffer, HerReplayBuffer): 
         :param done: whether the episode ended, shape ``(n_envs,)``
         :param infos: one dict for each environment; ``"TimeLimit.truncated"`` is read
         """
-        self._entry_priority = self.tree.max_priority or 1.0
-        broken = np.flatnonzero(self.ep_length[self.pos] > 0)
-        for env in broken:
-            # SB3 forgets the whole rest of an episode whose next row gets overwritten
-            end = self.ep_start[self.pos, env] + self.ep_length[self.pos, env]
-            rest = np.arange(self.pos, end if end > self.pos else end + self.buffer_size)
-            self.tree.update(rest % self.buffer_size * self.n_envs + env, 0.0)
+        self._forget_overwritten()
         super().add(obs, next_obs, action, reward, done, infos)
 
-    def _admit(self, start: int, priority: float) -> None:
-        # The end of an episode came first: it let in all rows of the episode, this one included
-        row = start // self.n_envs
-        for env in np.flatnonzero(self.ep_length[row] == 0):
-            self.tree.update(start + env, 0.0)
+    def _forget_overwritten(self) -> None:
+        """Forget the whole rest of each episode whose next row is about to be overwritten."""
+        self._entry_priority = self.tree.max_priority or 1.0
+        for env in np.flatnonzero(self.ep_length[self.pos] > 0):
+            end = self.ep_start[self.pos, env] + self.ep_length[self.pos, env]
+            rest = np.arange(self.pos, end if end > self.pos else end + self.buffer_size)
+            rest %= self.buffer_size
+            self.ep_length[rest, env] = 0
+            self.tree.update(rest * self.n_envs + env, 0.0)
+
+    def _store_run(self, steps: Steps, start: int, stop: int) -> int:
+        ends = np.flatnonzero(steps.dones[start:stop].any(axis=1))
+        if ends.size:
+            stop = start + int(ends[0]) + 1
+        self._forget_overwritten()
+        first, last = self.pos, self.pos + stop - start
+        others = np.flatnonzero((self.ep_length[first + 1 : last] > 0).any(axis=1))
+        if others.size:
+            # Another old episode begins there
+            stop = start + 1 + int(others[0])
+        last = first + stop - start
+        if stop - start > 1:
+            # Each step reads the maximum anew; what was forgotten doesn't count any more
+            self._entry_priority = self.tree.max_priority or 1.0
+        self.ep_start[first:last] = self._current_ep_start
+        if self.copy_info_dict:
+            for step in range(start, stop):
+                infos = [{}] * self.n_envs if steps.infos is None else steps.infos[step]
+                self.infos[first + step - start] = infos
+        super()._store_run(steps, start, stop)
+        for env in np.flatnonzero(steps.dones[stop - 1]):
+            self._compute_episode_length(int(env))
+        return stop
+
+    def _admit(self, start: int, stop: int, priority: float) -> None:
+        # In `add`, the end of an episode came first: it let in all of its rows, this one included
+        running = np.flatnonzero(self._flat(self.ep_length)[start:stop] == 0)
+        self.tree.update(start + running, 0.0)
 
     def _compute_episode_length(self, env_idx: int) -> None:
         first = self._current_ep_start[env_idx]
@@ -199,8 +226,8 @@ class PrioritizedHerReplayBuffer(PrioritizedDictReplayBuffer, HerReplayBuffer): 
 
     def truncate_last_trajectory(self) -> None:
         """
-        Take the episodes that still run as broken off, so that they can be drawn: the environments
-        are about to be reset. The last transition of each bootstraps from its own next observation.
+        Truncate the episodes in progress, so that they can be drawn: the environments are about to
+        be reset. The last transition of each bootstraps from its next observation.
         """
         self._entry_priority = self.tree.max_priority or 1.0
         super().truncate_last_trajectory()
@@ -209,12 +236,12 @@ class PrioritizedHerReplayBuffer(PrioritizedDictReplayBuffer, HerReplayBuffer): 
 
     def batch_of(self, indices: IntArray, env: VecNormalize | None = None) -> Any:
         """
-        The batch for given transitions, without a draw, with the goals that the agent had.
+        Return the batch for given transitions, without a draw, with the agent's original goals.
 
         :param indices: stored transitions that can be drawn, int64, shape ``(batch,)``:
             ``row * n_envs + env``
-        :param env: normalizes observations and rewards of the batch, if given
-        :return: the batch, with weights as if these had been drawn
+        :param env: environment that normalizes the observations and rewards of the batch, if given
+        :return: the batch, with weights as if these transitions had been drawn
         """
         weights = self._weights_of(self.tree.masses(indices))
         return super()._get_samples(indices, env)._replace(weights=weights)
@@ -234,17 +261,17 @@ class PrioritizedHerReplayBuffer(PrioritizedDictReplayBuffer, HerReplayBuffer): 
 
     def _get_samples(self, batch_inds: IntArray, env: VecNormalize | None = None) -> Any:
         batch = super()._get_samples(batch_inds, env)
-        # At random, because a draw by priority comes in the order of the rows
-        n_relabelled = int(self.her_ratio * len(batch_inds))
-        chosen = np.random.permutation(len(batch_inds))[:n_relabelled]
-        if n_relabelled:
+        # At random, because a draw by priority is in the order of the rows
+        n_relabeled = int(self.her_ratio * len(batch_inds))
+        chosen = np.random.permutation(len(batch_inds))[:n_relabeled]
+        if n_relabeled:
             rows, envs = np.divmod(batch_inds[chosen], self.n_envs)
-            relabelled = self._get_virtual_samples(rows, envs, env)
+            relabeled = self._get_virtual_samples(rows, envs, env)
             for ours, new in (
-                (batch.observations, relabelled.observations),
-                (batch.next_observations, relabelled.next_observations),
+                (batch.observations, relabeled.observations),
+                (batch.next_observations, relabeled.next_observations),
             ):
                 for key in ours:
                     ours[key][chosen] = new[key]
-            batch.rewards[chosen] = relabelled.rewards
+            batch.rewards[chosen] = relabeled.rewards
         return batch

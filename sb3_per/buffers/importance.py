@@ -1,4 +1,4 @@
-"""Importance sampling: the weights that undo the bias of drawing by priority."""
+"""Importance sampling: weights that correct the bias of prioritized draws."""
 
 import numpy as np
 import numpy.typing as npt
@@ -12,18 +12,18 @@ def importance_sampling_weights(
     priorities: FloatArray, beta: float, smallest: float | None = None
 ) -> FloatArray:
     """
-    Weights that undo the bias of drawing transitions by priority.
+    Weights that correct the bias of prioritized draws.
 
     A transition drawn with probability ``P(i)`` instead of ``1 / N`` counts
     ``(N * P(i)) ** -beta`` in the loss, divided by the largest weight, so that a weight only ever
     scales an update down (Schaul et al. 2016, section 3.4). The largest weight belongs to the
-    smallest priority, and ``P(i)`` is the priority over the total: both ``N`` and the total
+    smallest priority, and ``P(i)`` is the priority divided by the total: both ``N`` and the total
     cancel, which leaves ``(smallest / priority) ** beta``.
 
-    :param priorities: of the drawn transitions, shape ``(batch,)``, all above zero
+    :param priorities: priorities of the drawn transitions, shape ``(batch,)``, all above zero
     :param beta: strength of the correction: 0 gives weights of 1, 1 removes the bias fully
-    :param smallest: the priority whose weight is 1, at most the smallest of ``priorities``; by
-        default that one, so that the largest weight of the batch is 1
+    :param smallest: priority whose weight is 1, at most the smallest of ``priorities``; by
+        default the smallest, so that the largest weight of the batch is 1
     :return: weights, shape ``(batch,)``, in ``[0, 1]``; 0 only where the quotient is too small
         for a float64
 
@@ -38,11 +38,12 @@ def importance_sampling_weights(
 
 def effective_sample_size(weights: npt.ArrayLike) -> float:
     """
-    How many equally weighted transitions the batch is worth, as a share of its size: Kish's
-    ``sum(w) ** 2 / (n * sum(w ** 2))``.
+    Kish's effective sample size: the number of equally weighted transitions that the batch is
+    worth, as a share of its size, ``sum(w) ** 2 / (n * sum(w ** 2))``.
 
     :param weights: shape ``(batch,)`` or ``(batch, 1)``, not negative, at least one of them
-    :return: in ``(0, 1]``: 1 when all weights are equal, ``1 / batch`` when one outweighs the rest
+    :return: share in ``(0, 1]``: 1 when all weights are equal, ``1 / batch`` when one outweighs the
+        rest
 
     >>> effective_sample_size([1.0, 1.0, 0.0, 0.0])
     0.5
@@ -50,8 +51,8 @@ def effective_sample_size(weights: npt.ArrayLike) -> float:
     values = np.asarray(weights, dtype=np.float64)
     largest = values.max()
     if largest <= 0.0:
-        # All weights underflowed alike
+        # All weights underflowed, so they are equal
         return 1.0
     scaled = values / largest
-    # Rounding can end just above 1
+    # Rounding can lead just above 1
     return min(1.0, float(scaled.sum() ** 2 / (scaled.size * np.square(scaled).sum())))

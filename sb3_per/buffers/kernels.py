@@ -1,11 +1,12 @@
 """
 The arithmetic on single batches, compiled by numba.
 
-A batch is so small that NumPy would spend its time on starting one operation after the other.
-Here each step from a draw to its feedback is one call. No input is checked beyond what is said.
+A batch is so small that NumPy would spend most of its time on the overhead of each operation.
+Here each step from a draw to its feedback is one call. Inputs are not checked unless stated.
 
-The kernels fill arrays that they are given (:func:`~sb3_per.trees.sum_kernels.compile_kernel` says
-why); the function behind each of them makes these arrays.
+The kernels fill arrays that they get as arguments, for the reason given at
+:func:`~sb3_per.trees.sum_kernels.compile_kernel`; the function after each kernel allocates these
+arrays and calls it.
 """
 
 import numpy as np
@@ -35,12 +36,12 @@ def gather_into(
     :func:`gather`, into arrays of shape ``(n, 1)``.
 
     :param batch_rewards: receives the rewards
-    :param batch_dones: receives the ends of episodes
+    :param batch_dones: receives the terminations
     """
     for j in range(indices.shape[0]):
         i = np.uint64(indices[j])
         batch_rewards[j, 0] = rewards[i]
-        # Time limits are no end of the task: the value of the next observation counts
+        # A time limit is not an end of the task: the value of the next observation counts
         batch_dones[j, 0] = dones[i] * (np.float32(1.0) - timeouts[i])
 
 
@@ -48,11 +49,11 @@ def gather(
     indices: IntArray, rewards: Float32Array, dones: Float32Array, timeouts: Float32Array
 ) -> tuple[Float32Array, Float32Array]:
     """
-    :param indices: which transitions, shape ``(n,)``
-    :param rewards: of all transitions, one number each
-    :param dones: whether their episodes ended there
-    :param timeouts: whether that was for lack of time
-    :return: rewards of the batch, and 1 where its episodes really ended, shape ``(n, 1)`` each
+    :param indices: stored transitions, shape ``(n,)``
+    :param rewards: rewards of all transitions
+    :param dones: whether an episode ended there, for all transitions
+    :param timeouts: whether it ended by a time limit, for all transitions
+    :return: rewards of the batch, and 1 where its episodes terminated, shape ``(n, 1)`` each
     """
     shape = (len(indices), 1)
     batch_rewards, batch_dones = np.empty(shape, _FLOAT32), np.empty(shape, _FLOAT32)
@@ -79,7 +80,7 @@ def look_ahead_into(
 
     :param last: receives the last transitions
     :param path_rewards: receives the rewards
-    :param counts: receives what they count
+    :param counts: receives the factors of the rewards
     :param discounts: receives the discounts
     """
     n_steps = factors.shape[0] - 1
@@ -91,7 +92,7 @@ def look_ahead_into(
             path_rewards[j, step] = rewards[i]
             counts[j, step] = 0.0
             if length == step:
-                # Not at the end yet
+                # Not at the end of the path yet
                 counts[j, step] = factors[step]
                 last[j] = i
                 ends = dones[i] != 0.0 or timeouts[i] != 0.0 or i // n_envs == newest_row
@@ -115,15 +116,15 @@ def look_ahead(
     """
     Follow transitions up to ``n_steps``, to the end of the episode or to the newest row.
 
-    :param indices: where to start, shape ``(n,)``
+    :param indices: first transitions of the paths, shape ``(n,)``
     :param newest_row: number of the row that was added last
-    :param rewards: of all transitions, one number each
-    :param dones: whether their episodes ended there
-    :param timeouts: whether that was for lack of time
+    :param rewards: rewards of all transitions
+    :param dones: whether an episode ended there, for all transitions
+    :param timeouts: whether it ended by a time limit, for all transitions
     :param factors: powers of the discount factor, shape ``(n_steps + 1,)``
     :return: the last transition of each path, shape ``(n,)``; the rewards along a path of full
-        length, shape ``(n, n_steps)``; what they count, 0 after the end, same shape; the discount
-        of what follows, shape ``(n, 1)``
+        length, shape ``(n, n_steps)``; their factors, 0 after the end, same shape; the discount of
+        the value of the next observation, shape ``(n, 1)``
     """
     n, n_steps = len(indices), len(factors) - 1
     last = np.empty(n, np.int64)
@@ -164,7 +165,7 @@ def weights_into(
     if smallest == np.inf:
         smallest = 1.0
     for j in range(n):
-        # Who names transitions may name some that can't be drawn: they count in full
+        # Transitions given by the caller may be ones that can't be drawn: their weight is 1
         priority = priorities[j] if priorities[j] > 0.0 else smallest
         weights[j, 0] = (smallest / priority) ** beta
 
@@ -173,8 +174,9 @@ def weights_of(priorities: FloatArray, smallest: float, beta: float) -> Float32A
     """
     The weights of :func:`~sb3_per.buffers.importance.importance_sampling_weights`.
 
-    :param priorities: of the batch, shape ``(n,)``; one of zero, which can't be drawn, weighs 1
-    :param smallest: the priority whose weight is 1; 0 for the smallest of the batch
+    :param priorities: priorities of the batch, shape ``(n,)``; one of zero, which can't be drawn,
+        has a weight of 1
+    :param smallest: priority whose weight is 1; 0 for the smallest of the batch
     :param beta: strength of the correction
     :return: weights, shape ``(n, 1)``
     """
@@ -197,13 +199,13 @@ def priorities_into(
     :func:`priorities_of`, into an array of shape ``(n,)``.
 
     :param priorities: receives the priorities
-    :return: whether all of it can be written to a tree
+    :return: whether all of them can be written to a tree
     """
     is_valid = True
     for j in range(indices.shape[0]):
         size_of_error = abs(np.float64(td_errors[j]))
         base = size_of_error + eps
-        # What is above zero stays so, also where the power is too small for a float
+        # A value above zero stays above zero, even if its power is too small for a float
         priority = max(base**alpha, SMALLEST_PRIORITY) if base > 0.0 else base**alpha
         priorities[j] = priority
         if not (0 <= indices[j] < size and size_of_error < np.inf and priority <= limit):
@@ -215,11 +217,11 @@ def priorities_of(
     td_errors: Float32Array, indices: IntArray, size: int, eps: float, alpha: float, limit: float
 ) -> tuple[FloatArray, bool]:
     """
-    ``(|td_error| + eps) ** alpha``, and whether all of it can be written to a tree.
+    ``(|td_error| + eps) ** alpha``, and whether all of them can be written to a tree.
 
     :param td_errors: one for each index, shape ``(n,)``
     :param indices: shape ``(n,)``
-    :param size: how many transitions are stored
+    :param size: number of stored transitions
     :param limit: largest priority that is allowed
     :return: priorities, shape ``(n,)``, and whether all indices are in ``[0, size)``, all errors
         finite and all priorities at most ``limit``
@@ -232,12 +234,12 @@ def priorities_of(
 @compile_kernel
 def batch_means(td_errors: Float32Array, weights: Float32Array) -> tuple[float, float, float]:
     """
-    What some batches add to the log.
+    Means of some batches for the log.
 
     :param td_errors: shape ``(n_batches, batch)``
     :param weights: same shape, not negative
     :return: means over the batches: of the absolute TD error, of the weight, of Kish's effective
-        sample size over the batch's (in ``(0, 1]``)
+        sample size divided by the batch size (in ``(0, 1]``)
     """
     n_batches, n = td_errors.shape
     error_sum = 0.0
@@ -252,7 +254,7 @@ def batch_means(td_errors: Float32Array, weights: Float32Array) -> tuple[float, 
             total += weight
             squares += weight * weight
         weight_sum += total
-        # Where all weights underflowed, they did it alike. Rounding can end just above 1.
+        # If all weights underflowed, they are equal. Rounding can lead just above 1.
         ess_sum += min(total * total / (n * squares), 1.0) if squares > 0.0 else 1.0
     n_all = n_batches * n
     return error_sum / n_all, weight_sum / n_all, ess_sum / n_batches
@@ -270,8 +272,8 @@ def note_draws(
     """
     Count the draws of a batch; see :class:`~sb3_per.buffers.draws.DrawRecord`.
 
-    :param indices: which transitions were drawn, shape ``(n,)``
-    :param pos: the row that is written next
+    :param indices: drawn transitions, shape ``(n,)``
+    :param pos: number of the row that is written next
     :param n_envs: number of transitions in each row
     :param counts: number of draws of each transition, shape ``(n_rows * n_envs,)``; updated
     :param totals: number of all draws and sum of their ages, shape ``(2,)``; updated
@@ -291,7 +293,7 @@ def note_draws(
         i = indices[j]
         age = newest - i // n_envs * n_envs
         if age < 0:
-            # The buffer went round since
+            # The row lies after `pos`: it was written in the lap before
             age += n_transitions
         counts[i] += 1
         latest_ages[totals[0] % n_latest] = age

@@ -1,4 +1,4 @@
-"""Types that several modules share."""
+"""Types of the batches."""
 
 from typing import NamedTuple
 
@@ -16,16 +16,16 @@ class PrioritizedReplayBufferSamples(NamedTuple):
 
     :param observations: shape ``(batch, *observation)``
     :param actions: shape ``(batch, action_dim)``
-    :param next_observations: ``n_steps`` later, or at the end of the episode if that comes first;
-        shape as ``observations``
-    :param dones: float32, shape ``(batch, 1)``: 1 where the episode terminated, 0 where it went on
-        or ran out of time
+    :param next_observations: observations ``n_steps`` later, or at the end of the episode if that
+        comes first; shape as ``observations``
+    :param dones: float32, shape ``(batch, 1)``: 1 where the episode terminated, 0 where it
+        continued or was truncated by a time limit
     :param rewards: float32, shape ``(batch, 1)``: (discounted n-step) return up to
         ``next_observations``
-    :param discounts: float32, shape ``(batch, 1)``: factor for the value of
-        ``next_observations``; None when ``n_steps`` is 1: then it is the algorithm's ``gamma``
+    :param discounts: float32, shape ``(batch, 1)``: discount of the value of
+        ``next_observations``; None if ``n_steps`` is 1: then it is the algorithm's ``gamma``
     :param weights: importance-sampling weights, float32, shape ``(batch, 1)``, in ``[0, 1]``
-    :param indices: which transitions these are, int64, shape ``(batch,)``:
+    :param indices: positions of the transitions, int64, shape ``(batch,)``:
         ``row * n_envs + env``; for ``update_priorities``
     """
 
@@ -41,7 +41,8 @@ class PrioritizedReplayBufferSamples(NamedTuple):
 
 class PrioritizedDictReplayBufferSamples(NamedTuple):
     """
-    The same for ``Dict`` observations: a tensor for each key, shape ``(batch, *observation)``.
+    A batch drawn by priority with ``Dict`` observations: a tensor for each key, shape
+    ``(batch, *observation)``.
 
     :param observations: one tensor for each key
     :param actions: as in :class:`PrioritizedReplayBufferSamples`

@@ -1,4 +1,4 @@
-"""Callbacks that look into the replay buffer while an agent trains."""
+"""Callbacks that inspect the replay buffer during training."""
 
 from sb3_per.callbacks.snapshots import ReplaySnapshot, ReplaySnapshotCallback
 from sb3_per.callbacks.statistics import PERLoggerCallback

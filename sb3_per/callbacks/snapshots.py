@@ -1,5 +1,6 @@
-"""Snapshots of a replay buffer, taken while an agent trains."""
+"""Snapshots of a replay buffer, taken during training."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -10,6 +11,7 @@ from stable_baselines3.common.buffers import ReplayBuffer
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
 
+from sb3_per.buffers.frames import PrioritizedFrameReplayBuffer
 from sb3_per.buffers.importance import importance_sampling_weights
 from sb3_per.buffers.replay import PrioritizedReplayBuffer, check_size
 from sb3_per.callbacks.td_errors import (
@@ -21,7 +23,7 @@ from sb3_per.callbacks.td_errors import (
 
 __all__ = ["ReplaySnapshot", "ReplaySnapshotCallback"]
 
-#: Observations of more numbers than this (images) are not kept in snapshots
+#: Largest number of elements of an observation that snapshots keep; images have more
 LARGEST_OBSERVATION = 1024
 
 IntArray = npt.NDArray[np.int64]
@@ -31,21 +33,21 @@ FloatArray = npt.NDArray[np.float64]
 @dataclass(frozen=True, eq=False)
 class ReplaySnapshot:
     """
-    What was in the replay buffer at one moment of training.
+    Content of the replay buffer at one moment of training.
 
-    :param episode: what it was taken for: the number of finished episodes, with 0 for the start
-        of learning; of a snapshot along time, how many episodes were over
-    :param timesteps: environment steps made, of all environments together
+    :param episode: number of finished episodes for which it was taken, 0 for the start of
+        learning; for ``reason="freq"``, number of episodes finished at that moment
+    :param timesteps: number of environment steps, over all environments
     :param reason: ``"episode"`` or ``"freq"``
-    :param n_transitions: how many transitions were stored
-    :param indices: the stored transitions that were looked at, ``row * n_envs + env``, ascending,
-        shape ``(n,)``: all that can be drawn, or a random choice of them
-    :param td_errors: their TD errors under the networks of that moment, with sign for discrete
+    :param n_transitions: number of stored transitions
+    :param indices: stored transitions in the snapshot, ``row * n_envs + env``, ascending, shape
+        ``(n,)``: all that can be drawn, or a random subset of them
+    :param td_errors: their TD errors under the networks of that moment, signed with discrete
         actions, shape ``(n,)``
-    :param priorities: their priorities as stored, shape ``(n,)``; None without priorities
-    :param probabilities: of each to be drawn, among all in the buffer, shape ``(n,)``
+    :param priorities: their stored priorities, shape ``(n,)``; None without priorities
+    :param probabilities: their probabilities, among all transitions of the buffer, shape ``(n,)``
     :param ages: environment steps since each was stored, 0 for the newest, shape ``(n,)``
-    :param observations: where each starts, as stored, shape ``(n, *observation)``; None for Dict
+    :param observations: their observations as stored, shape ``(n, *observation)``; None for Dict
         observations and for those of more than 1024 numbers
     :param sampled: draws among them, as in training, as positions in ``indices``, shape
         ``(n_draws,)``
@@ -69,28 +71,28 @@ class ReplaySnapshot:
 
 class ReplaySnapshotCallback(BaseCallback):
     """
-    Keep what is in the replay buffer at chosen moments: TD errors, priorities, ages, and draws.
+    Take snapshots of the replay buffer at chosen moments: TD errors, priorities, ages, and draws.
 
     Works for DQN, QRDQN and all prioritized algorithms, with any of their buffers. Training is
-    the same, to the last bit, as without the callback: it has random numbers of its own, from the
-    seed of the model.
+    the same, bit for bit, as without the callback: the callback has a separate random generator,
+    seeded by the seed of the model.
 
-    A snapshot for a number of episodes is taken as soon as the last transition of that episode
-    is stored, after the update that may follow, with several environments when at least as many
-    episodes are over. Number 0 is the start of learning: just before the first update, with
-    untrained networks and what was collected until then, or at the end of a training that never
-    updates. ``learn(..., reset_num_timesteps=True)`` counts again from 0, and its snapshots come
-    after those that are there.
+    A snapshot for a number of episodes is taken as soon as the last transition of that episode is
+    stored, after the update that may follow; with several environments, when at least that number
+    of episodes have finished. Number 0 is the start of learning: just before the first update, with
+    untrained networks and the transitions collected until then, or at the end of training if there
+    is no update. ``learn(..., reset_num_timesteps=True)`` counts again from 0, and appends its
+    snapshots to the existing ones.
 
-    Inside a callback that calls this one only now and then (``EveryNTimesteps``,
+    Inside a callback that does not call this one at every step (``EveryNTimesteps``,
     ``EvalCallback``), a snapshot is taken at the first call at which it is due, and number 0 at
-    the last call before the first update, if calls come at equal intervals and one comes so early.
+    the last call before the first update, if calls come at equal intervals and one is early enough.
 
     :param episodes: numbers of finished episodes, at least 0
-    :param freq: take one every so many environment steps, too (of all environments together)
-    :param max_transitions: of more transitions, look at a random choice of so many; this bounds
-        time and memory
-    :param n_draws: how many draws each snapshot contains
+    :param freq: number of environment steps (over all environments) between further snapshots
+    :param max_transitions: maximum number of transitions in a snapshot, which bounds time and
+        memory; of more transitions, a random subset is taken
+    :param n_draws: number of draws in each snapshot
     :param verbose: 1 prints a line for each snapshot
     :raises ValueError: if a number is out of its range, or, when training starts, the algorithm
         has no Q-values
@@ -112,14 +114,14 @@ class ReplaySnapshotCallback(BaseCallback):
         self.freq = None if freq is None else check_size("freq", freq)
         self.max_transitions = check_size("max_transitions", max_transitions)
         self.n_draws = check_size("n_draws", n_draws)
-        #: In the order in which they were taken
+        #: Snapshots in the order in which they were taken
         self.snapshots: list[ReplaySnapshot] = []
         self._rng: np.random.Generator | None = None
-        #: Numbers of episodes that are still to come
+        #: Numbers of episodes whose snapshots are not taken yet
         self._due: list[int] = []
         self._next_time: float = np.inf
         self._is_step_stored = True
-        #: Whether this callback is called at each step, and not only now and then by another
+        #: Whether this callback is called at each step
         self._sees_rollouts = False
         self._last_call = 0
 
@@ -135,7 +137,7 @@ class ReplaySnapshotCallback(BaseCallback):
         if timesteps == 0:
             self._due = list(self.episodes)
         else:
-            # Training goes on
+            # Training continues
             self._due = [n for n in self.episodes if n > n_finished or n in self._due]
         if self.freq is not None:
             self._next_time = (timesteps // self.freq + 1) * self.freq
@@ -147,7 +149,7 @@ class ReplaySnapshotCallback(BaseCallback):
         self._sees_rollouts = True
 
     def _on_step(self) -> bool:
-        # SB3 calls this before it stores the step: what is stored is one step behind
+        # SB3 calls this before it stores the step: the buffer is one step behind
         self._is_step_stored = False
         timesteps = self.num_timesteps - self.model.n_envs
         if self._sees_rollouts:
@@ -170,7 +172,7 @@ class ReplaySnapshotCallback(BaseCallback):
             self._take_start(self.model.num_timesteps)
 
     def _on_training_end(self) -> None:
-        # Stopped by a callback, training ends before the last step is stored
+        # When a callback stops training, the last step is not stored
         unstored = 0 if self._is_step_stored else self.model.n_envs
         timesteps = self.model.num_timesteps - unstored
         self._take_start(timesteps)
@@ -182,8 +184,8 @@ class ReplaySnapshotCallback(BaseCallback):
 
     def _take_what_is_due(self, timesteps: int, reached: int) -> None:
         """
-        :param timesteps: environment steps stored
-        :param reached: environment steps by which it is decided whether ``freq`` steps are over
+        :param timesteps: number of environment steps stored
+        :param reached: number of environment steps that is compared with ``freq``
         """
         n_finished = self._n_finished()
         for number in [number for number in self._due if 0 < number <= n_finished]:
@@ -195,10 +197,10 @@ class ReplaySnapshotCallback(BaseCallback):
 
     def _take(self, episode: int, timesteps: int, reason: Literal["episode", "freq"]) -> bool:
         """
-        :param episode: for which it is taken
-        :param timesteps: environment steps stored
-        :param reason: why it is taken
-        :return: whether there was something to look at
+        :param episode: number of finished episodes, see :class:`ReplaySnapshot`
+        :param timesteps: number of environment steps stored
+        :param reason: ``"episode"`` or ``"freq"``
+        :return: whether there were transitions that can be drawn
         """
         assert self._rng is not None
         buffer = replay_buffer_of(self.model)
@@ -242,7 +244,7 @@ class ReplaySnapshotCallback(BaseCallback):
 
     def _draw(self, probabilities: FloatArray) -> IntArray:
         """
-        Batches drawn as the sum-tree draws them, one from each of ``batch_size`` equal masses.
+        Draw batches as the sum-tree does, one transition from each of ``batch_size`` equal masses.
 
         :param probabilities: shape ``(n,)``, not all of them zero
         :return: positions in it, batch after batch, shape ``(n_draws,)``
@@ -252,15 +254,15 @@ class ReplaySnapshotCallback(BaseCallback):
         number_in_batch, size_of_batch = self._strata()
         masses = (number_in_batch + self._rng.random(self.n_draws)) / size_of_batch
         found = np.searchsorted(cumulative, masses * cumulative[-1], side="right")
-        # Rounding can lead to the very end, past the last that has mass
+        # Rounding can lead past the last transition that has mass
         last: int = int(np.flatnonzero(probabilities)[-1])
         positions: IntArray = np.minimum(found, last).astype(np.int64)
         return positions
 
     def _strata(self) -> tuple[IntArray, IntArray]:
         """
-        :return: of each draw, its number in its batch, and the size of that batch, both of shape
-            ``(n_draws,)``; the last batch may be a smaller one
+        :return: for each draw, its number in its batch, and the size of that batch, both of shape
+            ``(n_draws,)``; the last batch may be smaller
         """
         draws: IntArray = np.arange(self.n_draws)
         batch_size = self._batch_size()
@@ -274,8 +276,8 @@ class ReplaySnapshotCallback(BaseCallback):
         self, buffer: PrioritizedReplayBuffer, probabilities: FloatArray, everywhere: FloatArray
     ) -> FloatArray:
         """
-        :param buffer: whose beta and normalization apply
-        :param probabilities: of the draws, batch after batch, shape ``(n_draws,)``
+        :param buffer: buffer with the beta and the normalization of the weights
+        :param probabilities: those of the draws, batch after batch, shape ``(n_draws,)``
         :param everywhere: probabilities of all stored transitions
         :return: weights of the draws, shape ``(n_draws,)``
         """
@@ -293,7 +295,7 @@ def _ages(buffer: ReplayBuffer, indices: IntArray) -> IntArray:
     """
     :param buffer: SB3's or prioritized
     :param indices: stored transitions, shape ``(n,)``
-    :return: environment steps since each was stored, of all environments together, 0 for those
+    :return: number of environment steps since each was stored, over all environments, 0 for those
         stored last, shape ``(n,)``
     """
     rows_ago: IntArray = (buffer.pos - 1 - indices // buffer.n_envs) % buffer.buffer_size
@@ -301,9 +303,13 @@ def _ages(buffer: ReplayBuffer, indices: IntArray) -> IntArray:
 
 
 def _first_observations(buffer: ReplayBuffer, indices: IntArray) -> npt.NDArray[Any] | None:
-    stored: Any = buffer.observations
-    if isinstance(stored, dict) or np.prod(stored.shape[2:]) > LARGEST_OBSERVATION:
+    shape = buffer.obs_shape
+    if isinstance(shape, dict) or math.prod(shape) > LARGEST_OBSERVATION:
         return None
+    if isinstance(buffer, PrioritizedFrameReplayBuffer):
+        stacks: npt.NDArray[Any] = buffer.batch_of(indices).observations.cpu().numpy()
+        return stacks
+    stored: Any = buffer.observations
     rows, envs = np.divmod(indices, buffer.n_envs)
     observations: npt.NDArray[Any] = stored[rows, envs]
     return observations

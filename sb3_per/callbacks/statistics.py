@@ -1,4 +1,4 @@
-"""A callback that logs what is in the replay buffer and what is replayed."""
+"""A callback that logs statistics of the replay buffer and of the replayed transitions."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from sb3_per.callbacks.td_errors import drawable_indices, replay_buffer_of
 
 __all__ = ["PERLoggerCallback"]
 
-#: Quantiles of the priorities that are logged, in percent
+#: Logged quantiles of the priorities, in percent
 QUANTILES = (5, 25, 50, 75, 95)
 
 #: All formats of SB3's logger except TensorBoard
@@ -23,32 +23,33 @@ NO_HISTOGRAMS = ("stdout", "log", "json", "csv")
 
 class PERLoggerCallback(BaseCallback):
     """
-    Log what is in the replay buffer, and what is replayed, at an interval.
+    Log statistics of the replay buffer and of the replayed transitions at an interval.
 
     Each time, the values go to the model's logger together with SB3's own (reward, length, frames
-    a second), and are written at once, in all of its formats. Works with every off-policy
-    algorithm of SB3. Without a prioritized buffer the keys below are left out, since SB3's own
-    buffers don't tell what they draw; ``PERDQN(alpha=0, beta=0, beta_final=0)`` is uniform replay
-    with all of them.
+    per second), and are written at once, in all of its formats. Works with every off-policy
+    algorithm of SB3. Without a prioritized buffer the keys below are left out, since SB3's buffers
+    don't report their draws; ``PERDQN(alpha=0, beta=0, beta_final=0)`` is uniform replay with all
+    of them.
 
     ================================== ========================================================
-    ``per/priority_min``               smallest priority of those that can be drawn
+    ``per/priority_min``               smallest priority that can be drawn
     ``per/priority_quantile_05``       quantiles of the priorities that can be drawn: 5, 25, 50,
     to ``per/priority_quantile_95``    75 and 95 %
-    ``per/share_never_replayed``       share of the stored transitions that were in no batch
-                                       since they were stored, of those that can be drawn
-    ``per/replay_age_mean``            mean age in environment steps of what was replayed since
-                                       the last time
+    ``per/share_never_replayed``       share of the transitions that can be drawn that were in no
+                                       batch since they were stored
+    ``per/replay_age_mean``            mean age in environment steps of the transitions replayed
+                                       since the last time
     ``per/priority_histogram``         TensorBoard: priorities that can be drawn
     ``per/replay_age_histogram``       TensorBoard: ages, of the latest 32,768 draws at most
-    ``per/replay_count_histogram``     TensorBoard: how often each was replayed
+    ``per/replay_count_histogram``     TensorBoard: number of times each was replayed
     ================================== ========================================================
 
-    The buffer counts its draws from the first training with this callback on: what was replayed
-    before then counts as never replayed. Every batch drawn by ``sample`` counts, whoever draws it.
+    The buffer counts its draws from the first training with this callback on: transitions replayed
+    only before then count as never replayed. Every batch drawn by ``sample`` counts, also one drawn
+    outside of training.
 
-    :param log_freq: write every so many environment steps (of all environments together)
-    :param histograms: write histograms, too, if TensorBoard is among the formats
+    :param log_freq: number of environment steps (over all environments) between two logs
+    :param histograms: whether to write histograms, too, if TensorBoard is among the formats
     :param verbose: as in SB3; has no effect
     :raises ValueError: if ``log_freq`` is below 1, or, when training starts, the algorithm has no
         replay buffer
@@ -60,7 +61,7 @@ class PERLoggerCallback(BaseCallback):
         self.histograms = histograms
         self._next_time = 0
         self._draws: DrawRecord | None = None
-        # Totals of the record when the last row was written
+        # Totals of the record at the last log
         self._n_draws = self._sum_of_ages = 0
 
     # Not in `_on_training_start`, which SB3 doesn't call for every callback inside another
@@ -72,7 +73,7 @@ class PERLoggerCallback(BaseCallback):
         self._next_time = (timesteps // self.log_freq + 1) * self.log_freq
 
     def _follow_draws(self) -> None:
-        """Let the buffer that the model has now count its draws."""
+        """Let the current buffer of the model count its draws."""
         buffer = replay_buffer_of(self.model)
         draws = buffer.record_draws() if isinstance(buffer, PrioritizedReplayBuffer) else None
         if draws is not self._draws:
@@ -99,7 +100,7 @@ class PERLoggerCallback(BaseCallback):
         self, buffer: PrioritizedReplayBuffer, indices: npt.NDArray[np.int64]
     ) -> None:
         """
-        :param buffer: of the model
+        :param buffer: replay buffer of the model
         :param indices: its transitions that can be drawn, at least one
         """
         histograms: dict[str, npt.NDArray[Any]] = {}

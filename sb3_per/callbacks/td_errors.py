@@ -1,4 +1,4 @@
-"""TD errors of the transitions in a replay buffer, under the networks as they are now."""
+"""TD errors of the transitions in a replay buffer, under the current networks."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,7 +22,7 @@ from sb3_per.common.off_policy import PrioritizedOffPolicyAlgorithm
 
 __all__ = ["check_has_td_errors", "drawable_indices", "replay_buffer_of", "td_errors_in_buffer"]
 
-#: What reads SB3's own buffers
+#: Prioritized counterparts of SB3's buffers, by which these are read
 COUNTERPARTS: dict[type[ReplayBuffer], type[PrioritizedReplayBuffer]] = {
     ReplayBuffer: PrioritizedReplayBuffer,
     NStepReplayBuffer: PrioritizedReplayBuffer,
@@ -30,7 +30,7 @@ COUNTERPARTS: dict[type[ReplayBuffer], type[PrioritizedReplayBuffer]] = {
     HerReplayBuffer: PrioritizedHerReplayBuffer,
 }
 
-#: How many transitions go through the networks at once
+#: Number of transitions that go through the networks at once
 CHUNK = 1024
 
 IntArray = npt.NDArray[np.int64]
@@ -42,9 +42,9 @@ ValueFunction = Callable[[Any], th.Tensor]
 
 def drawable_indices(buffer: ReplayBuffer) -> IntArray:
     """
-    Tell which stored transitions a batch may contain. Left out are the oldest row of a full buffer
-    with ``optimize_memory_usage``, whose next observation is gone, and, with hindsight experience
-    replay, what belongs to no finished episode.
+    Stored transitions that can be drawn. Left out are the oldest row of a full buffer with
+    ``optimize_memory_usage``, whose next observation is overwritten, and, with hindsight experience
+    replay, transitions of episodes that have not finished.
 
     :param buffer: one of SB3's or of this package
     :return: transitions ``row * n_envs + env``, ascending, shape ``(n,)``
@@ -61,25 +61,26 @@ def drawable_indices(buffer: ReplayBuffer) -> IntArray:
 
 def td_errors_in_buffer(model: BaseAlgorithm, indices: npt.ArrayLike | None = None) -> FloatArray:
     """
-    TD errors of stored transitions under the networks as they are now: target minus Q-value, with
-    the targets that ``train`` uses (n-step returns, double Q-learning, time limits, VecNormalize).
+    TD errors of stored transitions under the current networks: target minus Q-value, with the
+    targets that ``train`` uses (n-step returns, double Q-learning, time limits, VecNormalize).
 
     Nothing changes: no random number is drawn, no gradient is left, every module keeps its mode.
-    Dropout and batch normalization work as when acting. With hindsight experience replay, errors
-    are those for the goals that the agent had. The values of a quantile network are the means of
-    its quantiles; what PERQRDQN makes priorities of, a distance between distributions, is at least
-    as large as this error.
+    Dropout and batch normalization are in evaluation mode. With hindsight experience replay, errors
+    are those for the agent's original goals. The Q-values of a quantile network are the means of
+    its quantiles; the priorities of PERQRDQN, which come from a distance between distributions,
+    use an error at least as large as this one.
 
-    Those of PERSAC, PERTD3, PERDDPG and PERTQC are what their ``td_errors`` says: the mean absolute
-    error of the critics, with next actions and noise of the target drawn as in training.
+    TD errors of PERSAC, PERTD3, PERDDPG and PERTQC are those of their method ``td_errors``: the
+    mean absolute error of the critics, with next actions and noise of the target drawn as in
+    training.
 
     :param model: DQN, QRDQN, an algorithm of this package, or one derived from these
-    :param indices: which transitions, ``row * n_envs + env``, shape ``(n,)``; all of
+    :param indices: stored transitions, ``row * n_envs + env``, shape ``(n,)``; all of
         :func:`drawable_indices` by default
     :return: one signed TD error for each, shape ``(n,)``
     :raises IndexError: if an index is not that of a stored transition
-    :raises ValueError: if one can't be drawn, the algorithm is none of the above, or its buffer is
-        of a class that is neither SB3's nor of this package
+    :raises ValueError: if one can't be drawn, the algorithm is not one of the above, or the class
+        of its buffer is neither one of SB3's nor of this package
 
     >>> from sb3_per import PERDQN
     >>> model = PERDQN("MlpPolicy", "CartPole-v1", learning_starts=50, seed=1).learn(200)
@@ -121,8 +122,7 @@ def replay_buffer_of(model: BaseAlgorithm) -> ReplayBuffer:
 def check_has_td_errors(model: BaseAlgorithm) -> None:
     """
     :param model: any algorithm
-    :raises ValueError: if it has no Q-values, no replay buffer, or a buffer of a class that can't
-        be read
+    :raises ValueError: if it has no Q-values, no replay buffer, or a buffer of an unsupported class
     """
     buffer = replay_buffer_of(model)
     if not _tells_td_errors(model):
@@ -137,7 +137,7 @@ def check_has_td_errors(model: BaseAlgorithm) -> None:
 def _value_functions(model: Any) -> tuple[ValueFunction, ValueFunction]:
     """
     :param model: any algorithm
-    :return: Q-values by its network and by its target network
+    :return: Q-values of its network and of its target network
     :raises ValueError: if it has none
     """
     if hasattr(model, "q_net_target"):
@@ -157,8 +157,8 @@ def _value_functions(model: Any) -> tuple[ValueFunction, ValueFunction]:
 def _tells_td_errors(model: BaseAlgorithm) -> bool:
     """
     :param model: any algorithm
-    :return: whether its own ``td_errors`` is to be asked: that of actor-critics, for which a
-        Q-network alone doesn't say what the target is
+    :return: whether its method ``td_errors`` is used: for actor-critics, whose targets need more
+        than a Q-network
     """
     actions = model.action_space
     return isinstance(model, PrioritizedOffPolicyAlgorithm) and isinstance(actions, spaces.Box)
@@ -166,8 +166,8 @@ def _tells_td_errors(model: BaseAlgorithm) -> bool:
 
 def _td_errors(model: Any, batch: Any) -> th.Tensor:
     """
-    :param model: with Q-values, or one that tells its TD errors
-    :param batch: from its buffer
+    :param model: algorithm with Q-values, or with a method ``td_errors``
+    :param batch: batch from its buffer
     :return: targets minus Q-values, shape ``(batch, 1)``
     """
     if _tells_td_errors(model):
@@ -180,8 +180,7 @@ def _td_errors(model: Any, batch: Any) -> th.Tensor:
     chooser = values(batch.next_observations) if is_double else next_values
     next_values = next_values.gather(1, chooser.argmax(dim=1, keepdim=True))  # (batch, 1)
     discounts = model.gamma if batch.discounts is None else batch.discounts
-    # What the networks say of the observation after the end of an episode counts for nothing, even
-    # if it is NaN
+    # The value of the observation after the end of an episode does not count, even if it is NaN
     targets = th.where(batch.dones > 0, batch.rewards, batch.rewards + discounts * next_values)
     return targets - values(batch.observations).gather(1, batch.actions.long())
 
@@ -211,11 +210,11 @@ def _check_drawable(
 
 def _as_prioritized(buffer: ReplayBuffer) -> PrioritizedReplayBuffer:
     """
-    SB3's own buffers don't return the batch for given transitions. The prioritized counterpart
-    does, with the same numbers in it.
+    SB3's buffers don't return the batch for given transitions. The prioritized counterpart does,
+    with the same numbers in it.
 
-    :param buffer: see :func:`check_has_td_errors`; it stays as it is
-    :return: a buffer around the same arrays
+    :param buffer: see :func:`check_has_td_errors`; it is not changed
+    :return: a buffer with the same arrays
     """
     if isinstance(buffer, PrioritizedReplayBuffer):
         return buffer
@@ -225,8 +224,10 @@ def _as_prioritized(buffer: ReplayBuffer) -> PrioritizedReplayBuffer:
 @contextmanager
 def _evaluation_mode(policy: BasePolicy) -> Iterator[None]:
     """
-    :param policy: in evaluation mode inside the ``with`` block; afterwards, each of its modules is
-        in the mode that it was in
+    Set a policy to evaluation mode inside the ``with`` block; afterwards, each of its modules is
+    back in its previous mode.
+
+    :param policy: the policy
     """
     was_training = policy.training
     modes = [(module, module.training) for module in policy.modules()]
@@ -235,7 +236,7 @@ def _evaluation_mode(policy: BasePolicy) -> Iterator[None]:
         yield
     finally:
         policy.set_training_mode(was_training)
-        # Parents come before their children, whose mode they set
+        # Parents come before their children, since setting a mode sets it for children, too
         for module, mode in modes:
             if module.training != mode:
                 module.train(mode)

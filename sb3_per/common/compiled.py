@@ -10,9 +10,12 @@ from gymnasium import spaces
 from sb3_per.buffers.replay import check_flag
 from sb3_per.buffers.samples import PrioritizedReplayBufferSamples
 from sb3_per.common.losses import Loss
-from sb3_per.common.mlp import Architecture, CompiledUpdate, UpdateChoice
+from sb3_per.common.mlp import Architecture, CompiledUpdate, Replayed, UpdateChoice
 from sb3_per.common.off_policy import PrioritizedOffPolicyAlgorithm
 from sb3_per.common.priorities import priorities_of
+
+#: Priorities that compiled code makes of the TD errors alone
+BYPASSING = ("td_error", "clipped")
 
 __all__ = ["CompiledOffPolicyAlgorithm"]
 
@@ -57,15 +60,14 @@ class CompiledOffPolicyAlgorithm(PrioritizedOffPolicyAlgorithm):
     @property
     def uses_compiled_update(self) -> bool:
         """Whether ``train`` runs compiled code, by the model as it is now."""
-        return self._compiled_update() is not None
+        return self._compiled_update()[0] is not None
 
-    def _compiled_update(self) -> CompiledUpdate | None:
-        """:return: what trains the model as it is now; None if torch does"""
+    def _compiled_update(self) -> tuple[CompiledUpdate | None, str | None]:
+        """:return: what trains the model as it is now, or None and the reason why torch does"""
         reason = self._reason_for_the_plain_way()
-        update = None if reason else self._update_choice.for_training(self.policy)
-        if self.verbose >= 1:
-            self._tell(reason or self._update_choice.reason)
-        return update
+        if reason:
+            return None, reason
+        return self._update_choice.for_training(self.policy), self._update_choice.reason
 
     def _reason_for_the_plain_way(self) -> str | None:
         """:return: why compiled code can't stand for this model's own; None if it can"""
@@ -73,11 +75,13 @@ class CompiledOffPolicyAlgorithm(PrioritizedOffPolicyAlgorithm):
             return "`compiled` is False"
         if not isinstance(self.priority, str):
             return "`priority` is a function"
+        cls = type(self)
         # The class that the compiled code was written for
-        known = next(cls for cls in type(self).__mro__ if "_architecture" in vars(cls))
+        known = next(base for base in cls.__mro__ if "_architecture" in vars(base))
+        own = vars(self)
         for name in self._compiled_methods:
-            if name in vars(self) or getattr(type(self), name) is not getattr(known, name):
-                return f"{type(self).__name__} has its own `{name}`"
+            if name in own or (cls is not known and getattr(cls, name) is not getattr(known, name)):
+                return f"{cls.__name__} has its own `{name}`"
         network = self._architecture.body
         for name in (network, f"{network}_target"):
             if getattr(self, name) is not getattr(self.policy, name):
@@ -100,28 +104,68 @@ class CompiledOffPolicyAlgorithm(PrioritizedOffPolicyAlgorithm):
         :param batch_size: number of transitions in each
         :return: whether it could be done so; if not, nothing has changed
         """
-        update = self._compiled_update()
+        update, reason = self._compiled_update()
+        if self.verbose >= 1:
+            self._tell(reason)
         if update is None:
             return False
         self._update_learning_rate(self.policy.optimizer)
+        buffer = self.replay_buffer
+        # Whatever else becomes the priority gets to see the batch
+        can_be_bypassed = self._vec_normalize_env is None and self.priority in BYPASSING
         losses, errors, weights = [], [], []
         for _ in range(gradient_steps):
-            batch = self.replay_buffer.sample(batch_size, env=self._vec_normalize_env)
-            td_errors = update.td_errors(batch, self.gamma, self.double_q)
-            # Before the step, so that an error that is not finite stops training while the
-            # network is still whole
-            self.replay_buffer.update_priorities(
-                batch.indices, self._compiled_priorities(batch, td_errors)
-            )
-            losses.append(update.descend(batch.weights, self.max_grad_norm, self.loss))
-            errors.append(td_errors)
-            weights.append(batch.weights)
+            if can_be_bypassed and update.takes_from(buffer):
+                replayed = self._replay_at_once(update, batch_size)
+            else:
+                batch = buffer.sample(batch_size, env=self._vec_normalize_env)
+                replayed = self._replay(update, batch)
+            losses.append(replayed.loss)
+            errors.append(replayed.errors)
+            weights.append(replayed.weights)
         self._n_updates += gradient_steps
         self.logger.record("train/n_updates", self._n_updates, exclude="tensorboard")
         if losses:
             self.logger.record("train/loss", sum(losses) / len(losses))
             self._record_per(errors, weights)
         return True
+
+    def _replay(self, update: CompiledUpdate, batch: PrioritizedReplayBufferSamples) -> Replayed:
+        """
+        :param update: of this model
+        :param batch: from the replay buffer
+        :return: what there is to log
+        """
+        td_errors = update.td_errors(batch, self.gamma, self.double_q)
+        # Before the step, so that an error that is not finite stops training while the
+        # network is still whole
+        priorities = self._compiled_priorities(batch, td_errors)
+        self.replay_buffer.update_priorities(batch.indices, priorities)
+        loss = update.descend(batch.weights, self.max_grad_norm, self.loss)
+        return Replayed(loss, td_errors, batch.weights)
+
+    def _replay_at_once(self, update: CompiledUpdate, batch_size: int) -> Replayed:
+        """
+        The same for a batch that is drawn here, without the methods of the buffer.
+
+        :param update: that takes from the buffer
+        :param batch_size: number of transitions
+        :return: what there is to log
+        """
+        buffer = self.replay_buffer
+        indices, masses = buffer.draw(batch_size)
+        replayed = update.replay(
+            buffer,
+            indices,
+            masses,
+            self.priority == "clipped",
+            self.gamma,
+            self.double_q,
+            self.max_grad_norm,
+            self.loss,
+        )
+        # Something is wrong with the batch: the methods say what
+        return replayed or self._replay(update, buffer.batch_of(indices))
 
     def _compiled_priorities(
         self, batch: PrioritizedReplayBufferSamples, td_errors: th.Tensor

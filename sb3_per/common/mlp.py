@@ -7,11 +7,12 @@ parameters and of the optimizer (:mod:`~sb3_per.common.mlp_kernels`). Everybody 
 network change; ``.grad`` alone stays as it was.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from operator import attrgetter, is_, itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +31,7 @@ from torch import nn
 from torch.nn.modules import module as nn_module
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from sb3_per.buffers.replay import PrioritizedReplayBuffer
 from sb3_per.buffers.samples import PrioritizedReplayBufferSamples
 from sb3_per.common.losses import Loss
 from sb3_per.common.mlp_kernels import (
@@ -42,9 +44,11 @@ from sb3_per.common.mlp_kernels import (
     IntArray,
     greedy_actions,
     one_hot,
+    replay,
     step,
     td_errors,
 )
+from sb3_per.trees.sum_kernels import FloatArray
 
 __all__ = ["DQN_ARCHITECTURE", "Architecture", "CompiledUpdate", "UpdateChoice"]
 
@@ -101,6 +105,20 @@ class Architecture:
 
 
 DQN_ARCHITECTURE = Architecture(DQNPolicy, QNetwork, "q_net")
+
+
+class Replayed(NamedTuple):
+    """
+    What is left of a gradient step to be logged.
+
+    :param loss: the weighted one, before the step
+    :param errors: TD errors, shape ``(batch, 1)``
+    :param weights: of the batch, same shape
+    """
+
+    loss: float
+    errors: th.Tensor
+    weights: th.Tensor
 
 
 class UnsuitableError(Exception):
@@ -363,6 +381,17 @@ class _Inputs:
         if wanted != n_inputs:
             raise UnsuitableError(f"{wanted} numbers in an observation, {n_inputs} inputs")
 
+    def are_stored_in(self, observations: npt.NDArray[Any]) -> bool:
+        """
+        :param observations: of a replay buffer, shape ``(rows, n_envs, *observation)``
+        :return: whether each is stored as the first layer takes it
+        """
+        return (
+            self._one_hot_sizes is None
+            and observations.dtype == np.float32
+            and math.prod(observations.shape[2:]) == self._n_inputs
+        )
+
     def of(self, observations: th.Tensor, n: int) -> Float32Array:
         """
         :param observations: shape ``(n, *observation)``, on the CPU
@@ -379,6 +408,18 @@ class _Inputs:
             # Raises, and says what is wrong
             preprocess_obs(observations, self._space)
         return inputs
+
+    def of_array(self, observations: npt.NDArray[Any], n: int) -> Float32Array:
+        """
+        :meth:`of` an array, in memory of its own: that given may be read-only.
+
+        :param observations: shape ``(n, *observation)``
+        :param n: how many there must be
+        :return: shape ``(n, n_inputs)``
+        """
+        if self._one_hot_sizes is None and observations.dtype == np.float32:
+            return np.array(observations, order="C").reshape(n, self._n_inputs)
+        return self.of(th.from_numpy(np.array(observations)), n)
 
 
 class CompiledUpdate:
@@ -417,6 +458,8 @@ class CompiledUpdate:
             raise UnsuitableError("hooks are set for all modules")
         self._online, self._target = online, target
         self._sizes = np.array(online.sizes, np.int64)
+        # Of one row, in all layers
+        self._n_results = sum(online.sizes[1:])
         self._is_tanh = online.is_tanh
         self._n_quantiles: int = self.network.n_quantiles if architecture.has_quantiles else 0
         self._n_actions = online.sizes[-1] // max(self._n_quantiles, 1)
@@ -533,7 +576,7 @@ class CompiledUpdate:
         if memory is None:
             if len(self._memory) >= N_SIZES_KEPT:
                 self._memory.clear()
-            size = n * int(self._sizes[1:].sum())
+            size = n * self._n_results
             memory = self._memory[n] = (
                 np.empty(size, np.float32),
                 np.empty(size, np.float32),
@@ -608,8 +651,6 @@ class CompiledUpdate:
         if not self._has_state:
             self._make_state()
         n = len(inputs)
-        group = self._group
-        beta_1, beta_2 = group["betas"]
         return step(
             self._addresses,
             self._sizes,
@@ -618,17 +659,86 @@ class CompiledUpdate:
             actions,
             errors,
             _column(weights, n),
+            *self._step_arguments(n, max_grad_norm, loss),
+        )
+
+    def _step_arguments(self, n: int, max_grad_norm: float | None, loss: Loss) -> tuple[Any, ...]:
+        group = self._group
+        return (
             loss == "huber",
             self._n_quantiles,
             *self._memory_of(n),
             self._gradients,
             np.inf if max_grad_norm is None else float(max_grad_norm),
             float(group["lr"]),
-            beta_1,
-            beta_2,
+            *group["betas"],
             float(group["eps"]),
             float(group["weight_decay"]),
         )
+
+    def takes_from(self, buffer: PrioritizedReplayBuffer) -> bool:
+        """
+        :param buffer: replay buffer of the model
+        :return: whether :meth:`replay` can work on what it stores
+        """
+        return (
+            self._has_state
+            and buffer.can_be_bypassed
+            and self._inputs.are_stored_in(buffer.observations)
+            and buffer.actions.dtype == np.int64
+        )
+
+    def replay(
+        self,
+        buffer: PrioritizedReplayBuffer,
+        indices: IntArray,
+        masses: FloatArray,
+        is_clipped: bool,
+        gamma: float,
+        double_q: bool,
+        max_grad_norm: float | None,
+        loss: Loss,
+    ) -> "Replayed | None":
+        """
+        What follows a draw, in one call of compiled code: gather the batch, :meth:`td_errors`,
+        check the priorities, :meth:`descend`, and write the priorities to the buffer. The results
+        are those of the buffer's methods and of these two, to the last bit.
+
+        :param buffer: what :meth:`takes_from` is true for; its methods don't take part
+        :param indices: that the buffer drew, shape ``(batch,)``
+        :param masses: of these, shape ``(batch,)``
+        :param is_clipped: whether priorities are made of ``max(|error|, 1)``; else of ``|error|``
+        :param gamma: discount factor, where the buffer has no n-step returns
+        :param double_q: whether the online network chooses the next action
+        :param max_grad_norm: gradients are cut to this norm; None for no limit
+        :param loss: of the TD errors; quantiles have no other than Huber's
+        :return: what there is to log; None if an action or a priority is not allowed, and nothing
+            has changed
+        """
+        n = len(indices)
+        errors, weights = np.empty((n, 1), np.float32), np.empty((n, 1), np.float32)
+        priorities = np.empty(n, np.float64)
+        is_well, loss_before = replay(
+            *buffer.gather_arguments(indices),
+            indices,
+            masses,
+            *buffer.weight_arguments,
+            *buffer.priority_arguments,
+            is_clipped,
+            float(gamma),
+            double_q,
+            errors,
+            weights,
+            priorities,
+            self._addresses,
+            self._sizes,
+            self._is_tanh,
+            *self._step_arguments(n, max_grad_norm, loss),
+        )
+        if not is_well:
+            return None
+        buffer.write(indices, priorities)
+        return Replayed(loss_before, th.from_numpy(errors), th.from_numpy(weights))
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -650,16 +760,15 @@ class CompiledUpdate:
         :param observations: shape ``(n, *observation)``
         :return: the best action for each, the first of those that are equally good, shape ``(n,)``
         """
-        # A copy, since that given may be read-only
         n = len(observations)
-        inputs = self._inputs.of(th.from_numpy(np.array(observations)), n)
+        inputs = self._inputs.of_array(observations, n)
         actions = np.empty(n, np.int64)
         greedy_actions(
             self._addresses,
             self._sizes,
             self._is_tanh,
             inputs,
-            np.empty(n * int(self._sizes[1:].sum()), np.float32),
+            np.empty(n * self._n_results, np.float32),
             self._n_actions,
             actions,
         )

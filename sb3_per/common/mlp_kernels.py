@@ -32,7 +32,8 @@ from numba.core import types
 from numba.extending import intrinsic, overload
 from numba.np.numpy_support import carray
 
-from sb3_per.trees.sum_kernels import compile_kernel
+from sb3_per.buffers.kernels import gather_into, priorities_into, weights_into
+from sb3_per.trees.sum_kernels import FloatArray, compile_kernel
 
 Float32Array = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.int64]
@@ -745,3 +746,137 @@ def step(
     factor = clip_factor(gradients, max_norm) if max_norm < np.inf else 1.0
     adam(addresses, sizes, gradients, factor, learning_rate, beta_1, beta_2, eps, weight_decay)
     return loss
+
+
+@compile_kernel
+def _take(rows: Float32Array, indices: IntArray) -> Float32Array:
+    """:return: some of the rows, shape ``(len(indices), width)``"""
+    n, width = indices.shape[0], rows.shape[1]
+    taken = np.empty((n, width), np.float32)
+    for i in range(n):
+        at = np.uint64(indices[i])
+        for k in range(width):
+            taken[i, k] = rows[at, k]
+    return taken
+
+
+@compile_kernel
+def replay(
+    observations: Float32Array,
+    next_observations: Float32Array,
+    stored_actions: IntArray,
+    stored_rewards: Float32Array,
+    stored_dones: Float32Array,
+    timeouts: Float32Array,
+    last: IntArray,
+    following: IntArray,
+    returns: Float32Array,
+    discounts: Float32Array,
+    indices: IntArray,
+    masses: FloatArray,
+    smallest_mass: float,
+    beta: float,
+    n_transitions: int,
+    priority_eps: float,
+    exponent: float,
+    limit: float,
+    is_clipped: bool,
+    gamma: float,
+    double_q: bool,
+    errors: Float32Array,
+    weights: Float32Array,
+    priorities: FloatArray,
+    addresses: AddressArray,
+    sizes: IntArray,
+    is_tanh: bool,
+    is_huber: bool,
+    n_quantiles: int,
+    results: Float32Array,
+    scratch: Float32Array,
+    quantiles: Float32Array,
+    gradients: Float32Array,
+    max_norm: float,
+    learning_rate: float,
+    beta_1: float,
+    beta_2: float,
+    eps: float,
+    weight_decay: float,
+) -> tuple[bool, float]:
+    """
+    What follows a draw: gather the batch, :func:`td_errors`, priorities, and :func:`step`.
+
+    :param observations: this and the next nine are the ``gather_arguments`` of a buffer
+    :param indices: which transitions were drawn, shape ``(n,)``
+    :param masses: of these, shape ``(n,)``
+    :param smallest_mass: this and the next one are the ``weight_arguments`` of a buffer
+    :param n_transitions: this and the next three are the ``priority_arguments`` of a buffer
+    :param is_clipped: whether priorities are made of ``max(|error|, 1)``; else of ``|error|``
+    :param gamma: discount factor where there are no n-step returns
+    :param errors: of the batch, shape ``(n, 1)``, written to
+    :param weights: of the batch, same shape, written to
+    :param priorities: that the tree is to hold, shape ``(n,)``, written to
+    :return: whether all actions exist and all priorities are allowed, else there was no step; and
+        the loss before the step
+    """
+    n = indices.shape[0]
+    inputs, next_inputs = _take(observations, indices), _take(next_observations, following)
+    actions = np.empty((n, 1), np.int64)
+    rewards, dones = np.empty((n, 1), np.float32), np.empty((n, 1), np.float32)
+    for i in range(n):
+        actions[i, 0] = stored_actions[np.uint64(indices[i]), 0]
+    gather_into(last, stored_rewards, stored_dones, timeouts, rewards, dones)
+    if returns.shape[0] == 0:
+        discounts = np.full((n, 1), np.float32(gamma), np.float32)
+    else:
+        rewards = returns
+    at = td_errors(
+        addresses,
+        sizes,
+        is_tanh,
+        inputs,
+        next_inputs,
+        actions,
+        rewards,
+        dones,
+        discounts,
+        double_q,
+        n_quantiles,
+        results,
+        scratch,
+        quantiles,
+        errors,
+    )
+    if at != ALL_WELL:
+        return False, 0.0
+    bases = np.empty(n, np.float32)
+    for i in range(n):
+        base = abs(errors[i, 0])
+        # NaN stays
+        bases[i] = _ONE if is_clipped and base < _ONE else base
+    if not priorities_into(
+        bases, indices, n_transitions, priority_eps, exponent, limit, priorities
+    ):
+        return False, 0.0
+    weights_into(masses, smallest_mass, beta, weights)
+    loss = step(
+        addresses,
+        sizes,
+        is_tanh,
+        inputs,
+        actions,
+        errors,
+        weights,
+        is_huber,
+        n_quantiles,
+        results,
+        scratch,
+        quantiles,
+        gradients,
+        max_norm,
+        learning_rate,
+        beta_1,
+        beta_2,
+        eps,
+        weight_decay,
+    )
+    return True, loss

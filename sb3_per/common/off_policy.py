@@ -1,12 +1,13 @@
-"""What the algorithms with prioritized replay share."""
+"""Base class of the algorithms with prioritized replay."""
 
 import io
 import pathlib
 import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
+from copy import deepcopy
 from functools import cache
-from typing import Any, cast, get_args
+from typing import Any, TypeVar, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,7 @@ from stable_baselines3.common.type_aliases import GymEnv, MaybeCallback, Schedul
 from stable_baselines3.her.her_replay_buffer import HerReplayBuffer
 
 from sb3_per.buffers.dictionary import PrioritizedDictReplayBuffer
+from sb3_per.buffers.frames import PrioritizedFrameReplayBuffer
 from sb3_per.buffers.her import PrioritizedHerReplayBuffer
 from sb3_per.buffers.kernels import batch_means
 from sb3_per.buffers.replay import (
@@ -39,20 +41,23 @@ from sb3_per.common.priorities import (
     check_priority,
     priorities_of,
 )
+from sb3_per.common.saving import check_model_file, load_pickle, replaced_file
 
 __all__ = ["PrioritizedOffPolicyAlgorithm"]
+
+SelfAlgorithm = TypeVar("SelfAlgorithm", bound="PrioritizedOffPolicyAlgorithm")
 
 #: SB3's own default, for those who ask for its n-step buffer and name no number
 SB3_DEFAULT_N_STEPS = 3
 
-#: How far a schedule of the user's may leave [0, 1]: SB3's LinearSchedule does by some 1e-16
+#: Tolerance for a beta schedule outside of [0, 1]: SB3's LinearSchedule leaves it by about 1e-16
 ROUNDING = 1e-9
 
-#: New transitions whose errors are measured at once, so that images don't fill the memory
+#: Number of new transitions whose errors are computed at once, so that images don't fill the memory
 CHUNK = 256
 
-#: What a buffer class of SB3's stands for. Not here: NStepReplayBuffer, whose counterpart depends
-#: on the observations.
+#: Prioritized counterparts of SB3's buffer classes. NStepReplayBuffer is missing here, because its
+#: counterpart depends on the observations.
 COUNTERPARTS: dict[type[ReplayBuffer], type[PrioritizedReplayBuffer]] = {
     ReplayBuffer: PrioritizedReplayBuffer,
     DictReplayBuffer: PrioritizedDictReplayBuffer,
@@ -62,11 +67,11 @@ COUNTERPARTS: dict[type[ReplayBuffer], type[PrioritizedReplayBuffer]] = {
 
 class BetaSchedule:
     """
-    Beta by the progress of training: linear, then constant (Schaul et al. 2016, section 3.4).
+    Schedule of beta: linear, then constant (Schaul et al. 2016, section 3.4).
 
     :param start: value at the beginning
     :param end: value from ``fraction`` on
-    :param fraction: of training over which it changes, in ``[0, 1]``
+    :param fraction: fraction of training over which beta changes, in ``[0, 1]``
     """
 
     def __init__(self, start: float, end: float, fraction: float) -> None:
@@ -76,8 +81,8 @@ class BetaSchedule:
 
     def __call__(self, progress_remaining: float) -> float:
         """
-        :param progress_remaining: from 1 to 0
-        :return: beta, between ``start`` and ``end`` whatever the rounding
+        :param progress_remaining: progress remaining, from 1 to 0
+        :return: beta, between ``start`` and ``end`` despite rounding
         """
         progress = 1.0 - progress_remaining
         if progress >= self.fraction:
@@ -95,15 +100,17 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
 
     Put it before the algorithm in the list of base classes, call :meth:`_set_per_options` between
     that algorithm's ``__init__`` (with ``_init_setup_model=False``) and ``_setup_model()``, and
-    override ``train()``: SB3's own, with :meth:`_prepare_replay` at its beginning,
+    override ``train()``: SB3's code, with :meth:`_prepare_replay` at its beginning,
     ``self.replay_buffer.update_priorities`` and the weights in the loss for each batch, and
     :meth:`_record_per` at its end. This class chooses the buffer, sets beta by SB3's training
-    progress, records the ``per/…`` keys, and takes care of saving and loading.
+    progress, records the ``per/…`` keys, and handles saving and loading.
 
-    Its arguments are those of SB3's ``OffPolicyAlgorithm``.
+    Takes the arguments of SB3's ``OffPolicyAlgorithm``.
     """
 
     replay_buffer: PrioritizedReplayBuffer
+    #: Number of frames in a stack, found in the wrappers of the environment; saved with the model
+    _found_frame_stack: int | None = None
 
     def _set_per_options(
         self,
@@ -119,22 +126,22 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
         priority: Priority = "td_error",
     ) -> None:
         """
-        Keep the options as attributes, as SB3 does: so they are saved with the model, and
-        ``load(..., alpha=0.5)`` replaces one. They are checked in :meth:`_setup_model`, which
-        every way of making a model leads through, and whenever ``train`` applies them. For their
-        meaning see :class:`~sb3_per.PERDQN`.
+        Keep the options as attributes, as SB3 does, so that they are saved with the model, and
+        ``load(..., alpha=0.5)`` replaces one. They are checked in :meth:`_setup_model`, which is
+        called whenever a model is created, and whenever ``train`` applies them. For their meaning
+        see :class:`~sb3_per.PERDQN`.
 
-        :param alpha: how much priorities count, at least 0
+        :param alpha: strength of the prioritization, at least 0
         :param beta: strength of the importance-sampling correction when training starts, in
-            ``[0, 1]``; or a schedule of it
+            ``[0, 1]``; or a schedule
         :param beta_final: strength at the end of ``beta_fraction``, in ``[0, 1]``
         :param beta_fraction: fraction of training over which beta changes, in ``[0, 1]``
-        :param priority_eps: added to every absolute TD error, at least 0
+        :param priority_eps: constant added to every absolute TD error, at least 0
         :param weight_normalization: ``"batch"`` or ``"buffer"``
         :param prioritization: ``"proportional"`` or ``"rank"``
         :param initial_priority: ``"max"``, or ``"td_error"``, which needs :meth:`td_errors` or
             :meth:`priority_context`
-        :param priority: ``"td_error"``, or another priority function, which needs
+        :param priority: ``"td_error"``, or any other priority function, which needs
             :meth:`priority_context`
         """
         self.alpha = alpha
@@ -149,9 +156,9 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
 
     def _check_per_options(self) -> None:
         """
-        Check the options; algorithms with options of their own extend this.
+        Check the options; algorithms with further options extend this.
 
-        :raises ValueError: if one is out of its range
+        :raises ValueError: if an option is out of its range
         """
         self.alpha = check_number("alpha", self.alpha)
         if not callable(self.beta):
@@ -190,16 +197,16 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
 
     def td_errors(self, batch: PrioritizedReplayBufferSamples) -> th.Tensor:
         """
-        TD errors of a batch under the networks as they are, for ``initial_priority="td_error"``.
+        TD errors of a batch under the current networks, for ``initial_priority="td_error"``.
 
         :param batch: transitions from the replay buffer
-        :return: shape ``(batch, 1)``; their absolute values make the priorities
+        :return: TD errors, shape ``(batch, 1)``; the priorities come from their absolute values
         """
         return self.priority_context(batch).td_errors
 
     def priority_context(self, batch: PrioritizedReplayBufferSamples) -> PriorityContext:
         """
-        What a priority function gets to see of a batch, under the networks as they are.
+        Context of a batch for a priority function, under the current networks.
 
         :param batch: transitions from the replay buffer
         :return: the context
@@ -208,11 +215,11 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
 
     def _priorities_of(self, context: PriorityContext) -> th.Tensor:
         """
-        What ``train`` gives to ``self.replay_buffer.update_priorities``.
+        Values that ``train`` passes to ``self.replay_buffer.update_priorities``.
 
-        :param context: of a batch
-        :return: by the option ``priority``, shape ``(batch, 1)``
-        :raises ValueError: if the priority function returns what can't be priorities
+        :param context: context of a batch
+        :return: values of the option ``priority``, shape ``(batch, 1)``
+        :raises ValueError: if the priority function returns invalid priorities
         """
         return priorities_of(self.priority, context)
 
@@ -239,10 +246,7 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
         return readable(observations)
 
     def _fork_rng(self) -> AbstractContextManager[None]:
-        """
-        :return: inside its ``with`` block, torch draws the random numbers that would come next;
-            afterwards they are still to come
-        """
+        """:return: context manager that restores the random state of torch at its end"""
         return th.random.fork_rng([self.device] if self.device.type == "cuda" else [])
 
     def _check_spaces(self) -> None:
@@ -269,9 +273,9 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
         self._check_spaces()
         if self.replay_buffer is None:
             self.replay_buffer = self._make_replay_buffer()
-        # SB3 finds a buffer and makes none. For the time being the two attributes say what that
-        # buffer is, so that SB3 neither picks a class nor warns of one that the user never gave.
-        # Then they are again what the user asked for: that is what gets saved.
+        # SB3 finds a buffer and creates none. Meanwhile the two attributes describe that buffer, so
+        # that SB3 neither chooses a class nor warns about one that the user never gave. Then they
+        # are set back to the values given by the user, which are the ones to save.
         asked_for = self.replay_buffer_class, self.n_steps
         self.replay_buffer_class, self.n_steps = type(self.replay_buffer), 1
         try:
@@ -293,7 +297,7 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
         if resets and isinstance(self.replay_buffer, PrioritizedReplayBuffer):
             self.replay_buffer.truncate_last_trajectory()
         with warnings.catch_warnings():
-            # Of memory saving: the last transition is kept whole here
+            # A warning about `optimize_memory_usage`: here the last transition stays complete
             warnings.filterwarnings("ignore", "The last trajectory in the replay buffer will be")
             return super()._setup_learn(
                 total_timesteps, callback, reset_num_timesteps, tb_log_name, progress_bar
@@ -304,7 +308,7 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
         As in SB3. With hindsight experience replay, rewards come from the new environment, too.
 
         :param env: environment to learn from
-        :param force_reset: whether to reset it before training goes on
+        :param force_reset: whether to reset it before training continues
         """
         super().set_env(env, force_reset)
         if isinstance(self.replay_buffer, PrioritizedHerReplayBuffer) and self.env is not None:
@@ -312,17 +316,17 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
 
     @property
     def beta_schedule(self) -> Schedule:
-        """Beta as a function of the progress remaining (from 1 to 0), by the present options."""
+        """Beta as a function of the progress remaining (from 1 to 0), by the current options."""
         if callable(self.beta):
             return self.beta
         return BetaSchedule(self.beta, self.beta_final, self.beta_fraction)
 
     def _scheduled_beta(self, progress_remaining: float) -> float:
         """
-        :param progress_remaining: from 1 to 0, or below when several environments make more steps
-            than were asked for
+        :param progress_remaining: progress remaining, from 1 to 0, or below when several
+            environments take more steps than requested
         :return: beta at this point of training
-        :raises ValueError: if a schedule of the user's returns what is no beta
+        :raises ValueError: if the user's schedule returns a value that is out of range
         """
         beta = self.beta_schedule(max(progress_remaining, 0.0))
         if isinstance(beta, float) and -ROUNDING <= beta <= 1.0 + ROUNDING:
@@ -331,8 +335,7 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
 
     def _make_replay_buffer(self) -> PrioritizedReplayBuffer:
         """
-        :return: the buffer that the options, ``replay_buffer_class`` and ``replay_buffer_kwargs``
-            ask for
+        :return: replay buffer by the options, ``replay_buffer_class`` and ``replay_buffer_kwargs``
         :raises ValueError: if they contradict each other or the class can't be used
         """
         buffer_class = self._prioritized_class()
@@ -364,17 +367,34 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
                     f"{buffer_class.__name__} computes rewards by the environment: give `env`"
                 )
             options["env"] = self.env
-        return buffer_class(
+        if issubclass(buffer_class, PrioritizedFrameReplayBuffer):
+            options.update(self._frame_options())
+        buffer = buffer_class(
             self.buffer_size, self.observation_space, self.action_space, **{**kwargs, **options}
         )
+        if isinstance(buffer, PrioritizedFrameReplayBuffer):
+            self._found_frame_stack = buffer.frame_stack
+        return buffer
+
+    def _frame_options(self) -> dict[str, Any]:
+        """
+        :return: what tells a buffer of frames how many of them are in a stack, unless the user
+            does
+        """
+        if self.replay_buffer_kwargs.get("frame_stack", "auto") != "auto":
+            return {}
+        if self.env is not None:
+            return {"env": self.env}
+        # A model that was loaded without an environment
+        return {"frame_stack": self._found_frame_stack or "auto"}
 
     def _buffer_options(self) -> dict[str, Any]:
         """
-        :return: the options that a prioritized buffer of this model must have, beta aside, which
-            changes during training
+        :return: options of a prioritized buffer of this model, except beta, which changes during
+            training
         """
         return {
-            # Before alpha, by which stored priorities are converted
+            # Before alpha, since the conversion of stored priorities depends on it
             "prioritization": self.prioritization,
             "alpha": self.alpha,
             "eps": self.priority_eps,
@@ -391,8 +411,8 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
 
     def _prioritized_class(self) -> type[PrioritizedReplayBuffer]:
         """
-        :return: the class for ``replay_buffer_class``, where one of SB3's stands for its
-            prioritized counterpart
+        :return: class of the replay buffer: ``replay_buffer_class``, or the prioritized counterpart
+            of one of SB3's
         :raises ValueError: if there is no counterpart
         """
         asked_for = self.replay_buffer_class
@@ -407,7 +427,8 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
                 f"`replay_buffer_class` {getattr(asked_for, '__name__', asked_for)!r} draws "
                 f"without priorities, so {type(self).__name__} can't use it. Leave it out, or use "
                 "sb3_per.PrioritizedReplayBuffer (PrioritizedDictReplayBuffer, "
-                "PrioritizedHerReplayBuffer) or a class derived from it."
+                "PrioritizedHerReplayBuffer, PrioritizedFrameReplayBuffer) or a class derived "
+                "from it."
             )
         return counterpart
 
@@ -417,28 +438,97 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
         """
         Load a replay buffer that ``save_replay_buffer`` wrote.
 
-        A prioritized buffer comes back as it was, to the last bit; the options of this model apply
-        from then on, with a warning where they differ. One of SB3's own buffers is converted, with
-        each transition at priority 1, and a warning.
+        A prioritized buffer is restored bit for bit; the options of this model apply from then on,
+        with a warning if they differ. One of SB3's buffers is converted, with a priority of 1 for
+        each transition, and a warning.
 
         :param path: path of the file, or the opened file
-        :param truncate_last_traj: with hindsight experience replay, take the episode that ran
-            when the buffer was saved as over; False goes on with it
+        :param truncate_last_traj: with hindsight experience replay, whether to truncate the episode
+            that was in progress when the buffer was saved; False continues it
         :raises ValueError: if the buffer does not fit this model (observations, actions, number of
-            environments); the model keeps the buffer that it had
+            environments); the model keeps its buffer
         """
-        before = self.replay_buffer
-        try:
-            super().load_replay_buffer(path, truncate_last_traj)
-            self.replay_buffer = self._adopt(cast(ReplayBuffer, self.replay_buffer))
-        except BaseException:
-            self.replay_buffer = before
-            raise
+        loaded = load_pickle(path, self.verbose)
+        if not isinstance(loaded, ReplayBuffer):
+            name = path if isinstance(path, str | pathlib.Path) else "the file"
+            raise ValueError(
+                f"can't load {name}: there is no replay buffer in it, but an object of the type "
+                f"{type(loaded).__name__}"
+            )
+        # As in SB3 from here on, on a buffer that is not the model's yet
+        if not hasattr(loaded, "handle_timeout_termination"):
+            # Of SB3 before 2.1
+            loaded.handle_timeout_termination = False
+            loaded.timeouts = np.zeros_like(loaded.dones)
+        if isinstance(loaded, HerReplayBuffer):
+            if self.env is None:
+                raise ValueError(
+                    f"a {type(loaded).__name__} computes rewards by the environment: give the "
+                    "model one, by `set_env`, before loading"
+                )
+            loaded.set_env(self.env)
+            if truncate_last_traj:
+                loaded.truncate_last_trajectory()
+        loaded.device = self.device
+        self.replay_buffer = self._adopt(loaded)
+
+    def save_replay_buffer(self, path: str | pathlib.Path | io.BufferedIOBase) -> None:
+        """
+        Save the replay buffer as a pickle file. A file that is there already is replaced when the
+        new one is complete: whatever happens meanwhile, one of the two is there, whole.
+
+        :param path: path of the file, or a file opened for writing
+        :raises OSError: if the file can't be written, for lack of space, say; what was there stays
+        """
+        if not isinstance(path, str | pathlib.Path):
+            super().save_replay_buffer(path)
+            return
+        with replaced_file(path, "pkl", self.verbose) as file:
+            super().save_replay_buffer(file)
+
+    def save(
+        self,
+        path: str | pathlib.Path | io.BufferedIOBase,
+        exclude: Iterable[str] | None = None,
+        include: Iterable[str] | None = None,
+    ) -> None:
+        """
+        Save the model as a zip file, without its replay buffer. A file that is there already is
+        replaced when the new one is complete.
+
+        :param path: path of the file, or a file opened for writing
+        :param exclude: names of attributes that are left out, in addition to the default ones
+        :param include: names of attributes that are saved in spite of that
+        :raises OSError: if the file can't be written, for lack of space, say; what was there stays
+        :raises ValueError: if ``priority`` is a function that can't be pickled
+        """
+        exclude = None if exclude is None else list(exclude)
+        if "priority" not in (exclude or []):
+            check_can_be_saved(self.priority)
+        if not isinstance(path, str | pathlib.Path):
+            super().save(path, exclude, include)
+            return
+        with replaced_file(path, "zip") as file:
+            super().save(file, exclude, include)
+
+    @classmethod
+    def load(cls: type[SelfAlgorithm], path: Any, *args: Any, **kwargs: Any) -> SelfAlgorithm:
+        """
+        Load a model, as in SB3.
+
+        :param path: path of the zip file, or the opened file
+        :param args: arguments of SB3's ``load``
+        :param kwargs: the same, and options of the algorithm that replace those of the file
+        :return: a new model
+        :raises ValueError: if there is no model in the file, or not all of it
+        """
+        check_model_file(path)
+        return super().load(path, *args, **kwargs)
 
     def _adopt(self, loaded: ReplayBuffer) -> PrioritizedReplayBuffer:
         """
-        :param loaded: a buffer from a file
-        :return: the same content as a buffer of this model
+        :param loaded: buffer from a file
+        :return: buffer of this model with the same content
         :raises ValueError: if it does not fit this model
         """
         for what, theirs, ours in (
@@ -470,8 +560,11 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
                 )
                 setattr(loaded, name, ours)
         if not isinstance(loaded, PrioritizedReplayBuffer):
-            beta = self._scheduled_beta(self._current_progress_remaining)
-            converted = buffer_class.from_replay_buffer(loaded, beta=beta, **options)
+            options["beta"] = self._scheduled_beta(self._current_progress_remaining)
+            if issubclass(buffer_class, PrioritizedFrameReplayBuffer):
+                options["compression"] = self.replay_buffer_kwargs.get("compression")
+                options["frame_stack"] = self._found_frame_stack
+            converted = buffer_class.from_replay_buffer(loaded, **options)
             _warn(
                 f"the replay buffer in the file is a {type(loaded).__name__} without priorities: "
                 f"its {converted.n_transitions} transitions all start at priority 1"
@@ -487,11 +580,11 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
 
     def _prepare_replay(self) -> None:
         """
-        What every ``train`` begins with: apply the options of this model, as they are now, to its
-        buffer, set beta by the progress of training, and give new transitions their priorities.
+        Prepare the replay buffer at the start of ``train``: apply the current options of this model
+        to it, set beta by the progress of training, and give new transitions their priorities.
 
-        :raises ValueError: if an option was set to what it can't be, a schedule of the user's
-            returns a beta out of its range, or the buffer was replaced by one without priorities
+        :raises ValueError: if an option was set to an invalid value, the user's schedule returns a
+            beta that is out of range, or the buffer was replaced by one without priorities
         """
         self._check_per_options()
         beta = self._scheduled_beta(self._current_progress_remaining)
@@ -502,7 +595,7 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
                 "priorities: PrioritizedReplayBuffer.from_replay_buffer makes one of it that has"
             )
         for name, value in self._buffer_options().items():
-            # Most of the time it is so already
+            # Most of the time it is already set
             if getattr(buffer, name) != value:
                 setattr(buffer, name, value)
         buffer.beta = beta
@@ -510,12 +603,12 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
             self._measure_new_transitions()
 
     def _measure_new_transitions(self) -> None:
-        """Give the transitions added since the last call the priorities of their own TD errors."""
+        """Set the priorities of the transitions added since the last call by their TD errors."""
         buffer = self.replay_buffer
         new = buffer.new_transitions()
         if not len(new):
             return
-        # As when acting: dropout and batch normalization must not notice
+        # In evaluation mode, so that dropout and batch normalization are not affected
         self.policy.set_training_mode(False)
         with th.no_grad():
             chunks = [new[start : start + CHUNK] for start in range(0, len(new), CHUNK)]
@@ -532,10 +625,10 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
 
     def _record_per(self, td_errors: Sequence[th.Tensor], weights: Sequence[th.Tensor]) -> None:
         """
-        What every ``train`` ends with: record the ``per/…`` keys.
+        Record the ``per/…`` keys at the end of ``train``.
 
-        :param td_errors: those of each gradient step, shape ``(batch, 1)``; at least one step
-        :param weights: of the same batches, same shape
+        :param td_errors: TD errors of each gradient step, shape ``(batch, 1)``; at least one step
+        :param weights: weights of the same batches, same shape
         """
         buffer = self.replay_buffer
         td_error_mean, weight_mean, ess = batch_means(_in_rows(td_errors), _in_rows(weights))
@@ -545,25 +638,6 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
         self.logger.record("per/ess", ess)
         self.logger.record("per/priority_max", buffer.tree.max_priority)
         self.logger.record("per/priority_mean", buffer.tree.total / buffer.n_transitions)
-
-    def save(
-        self,
-        path: str | pathlib.Path | io.BufferedIOBase,
-        exclude: Iterable[str] | None = None,
-        include: Iterable[str] | None = None,
-    ) -> None:
-        """
-        As in SB3.
-
-        :param path: of the zip file, or the opened file
-        :param exclude: names of attributes that are not saved
-        :param include: names of attributes that are saved, though they would be excluded
-        :raises ValueError: if ``priority`` is a function that can't be pickled
-        """
-        exclude = None if exclude is None else list(exclude)
-        if "priority" not in (exclude or []):
-            check_can_be_saved(self.priority)
-        super().save(path, exclude, include)
 
     # An optimizer made faster here is saved as the user made it, so that SB3's own algorithm loads
     # it as one of its own.
@@ -580,7 +654,7 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
         """
         As in SB3.
 
-        :return: from names of objects to their state-dicts
+        :return: state-dicts by the names of their objects
         """
         parameters = super().get_parameters()
         for name in self._fused & parameters.keys():
@@ -595,13 +669,21 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
         device: th.device | str = "auto",
     ) -> None:
         """
-        As in SB3.
+        As in SB3; if anything does not fit, the model keeps all the parameters that it had.
 
-        :param load_path_or_dict: path of a zip file, or what :meth:`get_parameters` returned
-        :param exact_match: whether all parameters must be there
-        :param device: on which to load the file
+        :param load_path_or_dict: path of a zip file, or the result of :meth:`get_parameters`
+        :param exact_match: whether all parameters must be given
+        :param device: device on which to load the file
         """
-        super().set_parameters(load_path_or_dict, exact_match, device)
+        if not isinstance(load_path_or_dict, dict):
+            check_model_file(load_path_or_dict)
+        before = deepcopy(self.get_parameters())
+        try:
+            super().set_parameters(load_path_or_dict, exact_match, device)
+        except BaseException:
+            # SB3 finds what doesn't fit while it goes on
+            super().set_parameters(before)
+            raise
         self._fuse_optimizers()
 
     def _excluded_save_params(self) -> list[str]:
@@ -610,11 +692,12 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
 
 def fuse(optimizer: th.optim.Optimizer) -> bool:
     """
-    Let one kernel of torch's update all parameters, where the optimizer is Adam and the user chose
-    no implementation of it. Results are those of the loop over parameters, up to rounding.
+    Use the fused implementation of torch, which updates all parameters in one kernel, if the
+    optimizer is Adam and the user chose no implementation. Results are those of the loop over
+    parameters, up to rounding.
 
-    :param optimizer: any; all but Adam stay as they are
-    :return: whether it is now fused by this function
+    :param optimizer: any optimizer; all but Adam are unchanged
+    :return: whether this function fused it
     """
     if type(optimizer) is not th.optim.Adam:
         return False
@@ -630,7 +713,7 @@ def fuse(optimizer: th.optim.Optimizer) -> bool:
         for parameter in group["params"]:
             state = optimizer.state.get(parameter, {})
             if "step" in state:
-                # The kernel reads the number of steps where the parameter is
+                # The kernel reads the number of steps on the device of the parameter
                 state["step"] = state["step"].to(parameter.device, th.float32)
     return True
 
@@ -648,10 +731,10 @@ def _has_fused_kernel(device: th.device) -> bool:
 
 def _in_rows(tensors: Sequence[th.Tensor]) -> npt.NDArray[np.float32]:
     """
-    Bring one number for each transition of some batches to the CPU, all at once.
+    Copy one number for each transition of some batches to the CPU, all at once.
 
-    :param tensors: of each batch, shape ``(batch, 1)``, on any device, without gradient
-    :return: shape ``(len(tensors), batch)``
+    :param tensors: one tensor for each batch, shape ``(batch, 1)``, on any device, without gradient
+    :return: array of shape ``(len(tensors), batch)``
     """
     together = tensors[0] if len(tensors) == 1 else th.stack(tuple(tensors))
     # NumPy has no bfloat16
@@ -660,9 +743,9 @@ def _in_rows(tensors: Sequence[th.Tensor]) -> npt.NDArray[np.float32]:
 
 def _layout(space: spaces.Space[Any]) -> str:
     """
-    :param space: of observations or actions
-    :return: what must be the same for stored transitions to fit; not the bounds, which may change
-        between versions of an environment without harm
+    :param space: observation or action space
+    :return: description of the properties that must be equal for stored transitions to fit; without
+        the bounds, which may change between versions of an environment
     """
     if isinstance(space, spaces.Dict):
         return str({key: _layout(part) for key, part in space.items()})
@@ -672,5 +755,5 @@ def _layout(space: spaces.Space[Any]) -> str:
 
 
 def _warn(message: str) -> None:
-    # Points at the line that called `load_replay_buffer`
+    # The warning points to the line that called `load_replay_buffer`
     warnings.warn(message, UserWarning, stacklevel=4)

@@ -1,10 +1,13 @@
-"""Priority functions: what of a batch becomes the priority of its transitions."""
+"""Priority functions, which compute the priorities of the transitions of a batch."""
 
+import inspect
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any, Literal
 
 import torch as th
+from stable_baselines3.common.base_class import BaseAlgorithm
+from stable_baselines3.common.buffers import ReplayBuffer
 from stable_baselines3.common.save_util import data_to_json
 
 from sb3_per.buffers.samples import PrioritizedReplayBufferSamples
@@ -19,13 +22,13 @@ __all__ = [
     "priorities_of",
 ]
 
-#: Losses or errors of estimates and targets
+#: Function of estimates and targets that returns losses or errors
 Comparison = Callable[[th.Tensor, th.Tensor], th.Tensor]
 
 
 def difference(estimates: th.Tensor, targets: th.Tensor) -> th.Tensor:
     """
-    :param estimates: one for each critic, shape ``(batch, n_critics)``
+    :param estimates: Q-values of each critic, shape ``(batch, n_critics)``
     :param targets: shape ``(batch, 1)``
     :return: TD error of each critic, shape ``(batch, n_critics)``
     """
@@ -34,9 +37,9 @@ def difference(estimates: th.Tensor, targets: th.Tensor) -> th.Tensor:
 
 class PriorityContext:
     """
-    What a priority function gets to see of a batch. Each attribute is computed when it is asked
-    for, without gradient, under the networks as they are before the gradient step: so ask within
-    the function, not later.
+    Argument of a priority function: a batch with its estimates, targets, errors and losses. Each
+    attribute is computed when it is read, without gradient, under the networks before the gradient
+    step: so read it within the function, not later.
 
     ====================== =================================== ===================================
     algorithm              :attr:`estimates`                   :attr:`targets`
@@ -49,13 +52,14 @@ class PriorityContext:
     ====================== =================================== ===================================
 
     :param batch: the batch
-    :param estimates: what the critics say of the actions of the batch
-    :param targets: what they should say
-    :param errors_of: TD errors of estimates and targets, shape ``(batch, n_critics)``; targets
-        minus estimates by default
-    :param losses_of: loss of each transition by estimates and targets, shape ``(batch, 1)``
-    :param target_estimates: computes what the target network says of the same actions, shape as
-        ``estimates``
+    :param estimates: estimates of the critics for the actions of the batch
+    :param targets: their targets
+    :param errors_of: function of estimates and targets that returns the TD errors, shape
+        ``(batch, n_critics)``; targets minus estimates by default
+    :param losses_of: function of estimates and targets that returns the loss of each transition,
+        shape ``(batch, 1)``
+    :param target_estimates: function that returns the estimates of the target network for the same
+        actions, shape as ``estimates``
     """
 
     def __init__(
@@ -70,9 +74,9 @@ class PriorityContext:
     ) -> None:
         #: The batch: observations, actions, rewards, dones, weights, indices, ...
         self.batch = batch
-        #: What the critics say of its actions
+        #: Estimates of the critics for its actions
         self.estimates = estimates.detach()
-        #: What they should say
+        #: Their targets
         self.targets = targets.detach()
         self._errors_of = errors_of
         self._losses_of = losses_of
@@ -90,21 +94,21 @@ class PriorityContext:
 
     @cached_property
     def td_errors(self) -> th.Tensor:
-        """Absolute TD errors, with several critics the mean of theirs, shape ``(batch, 1)``."""
+        """Absolute TD errors, the mean over the critics, shape ``(batch, 1)``."""
         errors = self.critic_td_errors.abs()
         return errors if errors.shape[1] == 1 else errors.mean(dim=1, keepdim=True)
 
     @cached_property
     def losses(self) -> th.Tensor:
         """
-        Loss of each transition as it is trained on, before its weight, shape ``(batch, 1)``: their
-        mean is the loss at weights of 1.
+        Loss of each transition in training, before its weight, shape ``(batch, 1)``: their mean is
+        the loss at weights of 1.
         """
         return self._losses_by(self.estimates)
 
     @cached_property
     def target_losses(self) -> th.Tensor:
-        """The same losses, same targets, for the estimates of the target network."""
+        """Losses of the estimates of the target network, with the same targets."""
         if self._target_estimates is None:
             raise TypeError("this algorithm gives no estimates of its target network")
         with th.no_grad():
@@ -124,7 +128,7 @@ class PriorityContext:
 
 
 def _td_error(context: PriorityContext) -> th.Tensor:
-    # The buffer takes the absolute value of a single critic's
+    # The buffer takes the absolute value of the error of a single critic
     errors = context.critic_td_errors
     return errors if errors.shape[1] == 1 else context.td_errors
 
@@ -137,14 +141,14 @@ def _reducible(context: PriorityContext) -> th.Tensor:
     return (context.losses - context.target_losses).clamp(min=0.0)
 
 
-#: From a context to one number of at least 0 for each transition, shape ``(batch, 1)`` or
-#: ``(batch,)``
+#: Function of a context that returns one number of at least 0 for each transition, shape
+#: ``(batch, 1)`` or ``(batch,)``
 PriorityFunction = Callable[[PriorityContext], th.Tensor]
 
-#: Name of a priority function, or one of the user's
+#: Name of a priority function, or a custom function
 Priority = Literal["td_error", "clipped", "reducible"] | PriorityFunction
 
-#: Those that have a name
+#: Priority functions by name
 PRIORITIES: dict[str, PriorityFunction] = {
     "td_error": _td_error,
     "clipped": _clipped,
@@ -154,7 +158,7 @@ PRIORITIES: dict[str, PriorityFunction] = {
 
 def check_priority(priority: Any) -> None:
     """
-    :param priority: what the user gave
+    :param priority: value given by the user
     :raises ValueError: if it is neither a name nor callable
     """
     if isinstance(priority, str) and priority in PRIORITIES:
@@ -169,37 +173,63 @@ def check_priority(priority: Any) -> None:
 def check_can_be_saved(priority: Priority) -> None:
     """
     :param priority: name or function
-    :raises ValueError: if it is a function that can't be pickled
+    :raises ValueError: if it is a function that can't be pickled, or that holds a model
     """
     if isinstance(priority, str):
         return
+    if _holds_a_model(priority):
+        raise ValueError(
+            f"`priority` is {priority!r}, which refers to a model or its buffer: these would go "
+            f"into the file with it. {WAYS_OUT}"
+        )
     try:
         # As SB3 saves it
         data_to_json({"priority": priority})
     except Exception as error:
         raise ValueError(
             f"`priority` is {priority!r}, which can't be saved with the model "
-            f"({type(error).__name__}: {error}). Make it a function that uses nothing but its "
-            'context, or save without it, `save(path, exclude=["priority"])`: the loaded model '
-            'has "td_error" then, unless `load(path, priority=...)` gives the function again.'
+            f"({type(error).__name__}: {error}). {WAYS_OUT}"
         ) from error
+
+
+#: What to do about a function that can't be saved
+WAYS_OUT = (
+    "Make it a function that uses nothing but its context, or save without it, "
+    '`save(path, exclude=["priority"])`: the loaded model has "td_error" then, unless '
+    "`load(path, priority=...)` gives the function again."
+)
+
+
+def _holds_a_model(function: Any) -> bool:
+    """
+    :param function: of the user
+    :return: whether a model or a buffer is among what is pickled with it: its attributes, what it
+        encloses and, in a script or a notebook, global variables
+    """
+    held = [*getattr(function, "__dict__", {}).values(), getattr(function, "__self__", None)]
+    if inspect.isfunction(function):
+        variables = inspect.getclosurevars(function)
+        held += variables.nonlocals.values()
+        if function.__module__ == "__main__":
+            held += variables.globals.values()
+    return any(isinstance(value, BaseAlgorithm | ReplayBuffer) for value in held)
 
 
 def priorities_of(priority: Priority, context: PriorityContext) -> th.Tensor:
     """
     :param priority: name or function
-    :param context: of a batch
-    :return: what takes the place of the absolute TD error in the buffer, shape ``(batch, 1)``.
-        By the name ``"td_error"`` unchecked, since the buffer checks it, and with the sign of a
-        single critic's error.
+    :param context: context of a batch
+    :return: values that take the place of the absolute TD error in the buffer, shape
+        ``(batch, 1)``. For ``"td_error"`` they are unchecked, since the buffer checks them, and
+        signed if there is a single critic.
     :raises ValueError: if a TD error or a priority is NaN or infinite, or a priority is negative
         or of another shape
-    :raises TypeError: if the function returns no numbers
+    :raises TypeError: if the function does not return numbers
     """
     if priority == "td_error":
         return _td_error(context)
     indices = context.batch.indices
-    # Whatever the function makes of them
+    # Checked even if the function does not use them
     _check_finite("TD errors", context.td_errors.flatten(), indices, BAD_TD_ERROR)
     name = repr(priority) if isinstance(priority, str) else _name_of(priority)
     function = PRIORITIES[priority] if isinstance(priority, str) else priority
@@ -233,7 +263,7 @@ def priorities_of(priority: Priority, context: PriorityContext) -> th.Tensor:
     return values[:, None]
 
 
-#: What to do about it
+#: Advice for errors about values that are not finite
 BAD_TD_ERROR = (
     "Rewards or observations may hold NaN or infinity, or training may have diverged: check them, "
     "or lower the learning rate."
@@ -246,7 +276,8 @@ def _check_finite(what: str, values: th.Tensor, indices: Any, hint: str) -> None
         faults = (~is_finite).nonzero().flatten().tolist()
         raise ValueError(
             f"{what} must be finite, got {values[faults[0]].item()} for transition "
-            f"{indices[faults[0]]} ({len(faults)} of {len(values)} are not finite). {hint}"
+            f"{indices[faults[0]]} ({len(faults)} of {len(values)} are not finite, at the indices "
+            f"{[int(indices[at]) for at in faults[:10]]}). {hint}"
         )
 
 

@@ -1,4 +1,4 @@
-"""The agents that can be compared, and how they are named."""
+"""The agents that can be compared, and their names."""
 
 import ast
 import importlib
@@ -14,8 +14,10 @@ from stable_baselines3.common.noise import (
     OrnsteinUhlenbeckActionNoise,
 )
 from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
+from stable_baselines3.common.preprocessing import is_image_space
 from stable_baselines3.common.vec_env import VecEnv
 
+from sb3_per.buffers.frames import PrioritizedFrameReplayBuffer, frame_stack_of
 from sb3_per.compare.hyperparams import (
     REFUSED,
     SHARED,
@@ -33,14 +35,14 @@ __all__ = ["ALGORITHMS", "Agent", "parse_agent", "parse_agents"]
 
 class Algorithm(NamedTuple):
     """
-    Where an algorithm is found.
+    Location of an algorithm.
 
-    :param module: module that has it
+    :param module: module of the class
     :param name: name of the class
     :param label: name in pictures
     :param is_prioritized: whether it replays by priority
-    :param extra: extra of this package that brings what it needs
-    :param policy_options: options that it takes by way of ``policy_kwargs``
+    :param extra: extra of this package that installs its dependencies
+    :param policy_options: options that it takes in ``policy_kwargs``
     :param is_actor_critic: whether its actions are continuous; its replay buffer is not looked into
     :param needs_noise: whether it explores by noise alone: normal noise, where none was given
     """
@@ -93,7 +95,7 @@ NOISES: dict[str, type[ActionNoise]] = {
     "ornstein-uhlenbeck": OrnsteinUhlenbeckActionNoise,
 }
 
-#: Transitions in the buffer of an agent that is only tried out
+#: Buffer size of an agent that is only created for a check
 SMALL_BUFFER = 1000
 
 #: Other names for them
@@ -118,12 +120,12 @@ class Agent:
     options: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
-        """The name that :func:`parse_agent` reads, by which tables know the agent."""
+        """Name of the agent in tables, which :func:`parse_agent` reads."""
         return self.algorithm + self._arguments()
 
     @property
     def label(self) -> str:
-        """What the agent is called in pictures."""
+        """Name of the agent in pictures."""
         name = ALGORITHMS[self.algorithm].label
         return f"{name} {self._arguments()}" if self.options else name
 
@@ -164,6 +166,14 @@ class Agent:
             if name in arguments:
                 value = arguments.pop(name)
                 arguments["policy_kwargs"] = {**arguments.get("policy_kwargs", {}), name: value}
+        if (
+            ALGORITHMS[self.algorithm].is_prioritized
+            and not arguments.get("optimize_memory_usage", False)
+            and is_image_space(env.observation_space)
+            and (frame_stack_of(env) or 1) > 1
+        ):
+            # The same batches, in an eighth of the memory
+            arguments["replay_buffer_class"] = PrioritizedFrameReplayBuffer
         if ALGORITHMS[self.algorithm].needs_noise:
             # As in rl-zoo's files
             arguments.setdefault("noise_type", "normal")
@@ -176,8 +186,8 @@ class Agent:
 
     def try_out(self, env: VecEnv, hyperparams: Hyperparams, seed: int, device: str) -> None:
         """
-        Make the agent as for a run, with a small buffer, so that what the algorithm refuses is
-        known before the first run.
+        Create the agent as for a run, with a small buffer, so that options that the algorithm
+        refuses are reported before the first run.
 
         :param env: training environments
         :param hyperparams: shared by all agents

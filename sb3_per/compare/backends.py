@@ -1,4 +1,4 @@
-"""Where runs are made: on the cores of this machine, or on a Ray or Dask cluster, by joblib."""
+"""Backends for runs: the cores of this machine, or a Ray or Dask cluster, by joblib."""
 
 import importlib
 import logging
@@ -20,11 +20,11 @@ __all__ = ["Outcome", "PlannedRun", "make_all"]
 
 
 class PlannedRun(Protocol):
-    """What is known of a run before it is made. It can be pickled."""
+    """Description of a run before it is made. It can be pickled."""
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """Task, agent and seed, which tell the runs of a folder apart."""
+        """Task, agent and seed, which identify a run in a folder."""
 
     @property
     def cost(self) -> float:
@@ -38,7 +38,7 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class Outcome(Generic[R, T]):
     """
-    What came of a run.
+    Outcome of a run.
 
     :param run: the run
     :param result: its result; None if it failed
@@ -54,13 +54,13 @@ def make_all(
     runs: Sequence[R], make: Callable[[R], T], backend: str, jobs: int, address: str | None
 ) -> Generator[Outcome[R, T], None, None]:
     """
-    Make runs side by side. A run that raises an error is an outcome like any other. Closing the
-    iterator stops those that are not finished.
+    Make runs in parallel. A run that raises an error is an outcome like any other. Closing the
+    iterator stops the runs that are not finished.
 
     :param runs: runs to make
-    :param make: makes one run
+    :param make: function that makes one run
     :param backend: joblib backend: ``"loky"``, ``"ray"`` or ``"dask"``
-    :param jobs: runs at the same time; -1 for as many as there are cores
+    :param jobs: number of parallel runs; -1 for the number of cores
     :param address: address of the cluster; None starts one on this machine
     :return: the outcomes, as they come
     """
@@ -88,9 +88,9 @@ def make_all(
 @contextmanager
 def _interrupts_kept_from_workers() -> Iterator[None]:
     """
-    Processes that are started inside the ``with`` block ignore Ctrl-C, which a terminal sends to
-    all of them: they would print tracebacks. It is this process that stops them. The block takes
-    a moment, in which Ctrl-C is lost.
+    Processes started inside the ``with`` block ignore Ctrl-C, which a terminal sends to all of
+    them: they would print tracebacks. This process stops them. Ctrl-C is lost during the block,
+    which is short.
     """
     # Signals can be handled in the main thread alone
     if threading.current_thread() is not threading.main_thread():
@@ -115,10 +115,10 @@ def _attempt(run: R, make: Callable[[R], T]) -> Outcome[R, T]:
 def _started(backend: str, jobs: int, address: str | None) -> Iterator[None]:
     """
     :param backend: joblib backend
-    :param jobs: runs at the same time
+    :param jobs: number of parallel runs
     :param address: address of the cluster
-    :return: joblib uses that backend inside the ``with`` block
-    :raises SettingsError: if what it needs is missing
+    :return: context manager in which joblib uses that backend
+    :raises SettingsError: if a dependency is missing
     """
     try:
         if backend == "ray":
@@ -140,19 +140,19 @@ def _started(backend: str, jobs: int, address: str | None) -> Iterator[None]:
 
 @contextmanager
 def _ray(jobs: int, address: str | None) -> Iterator[None]:
-    # Neither Ray nor Dask is there unless asked for
+    # Neither Ray nor Dask is installed by default
     ray: Any = importlib.import_module("ray")
     importlib.import_module("ray.util.joblib").register_ray()
     ray_backend: Any = importlib.import_module("ray.util.joblib.ray_backend").RayBackend
-    # joblib gives results as they come only where a backend says that it can. Ray's says what it
-    # inherits from that of multiprocessing, while its pool reports each result when it is there.
+    # joblib returns results as they are ready only if the backend says that it can. Ray's backend
+    # inherits the answer of multiprocessing, while its pool reports each result when it is ready.
     as_they_come = type("RayBackend", (ray_backend,), {"supports_return_generator": True})
     joblib.register_parallel_backend("ray", as_they_come)
     is_ours = not ray.is_initialized()
     if is_ours:
         options: dict[str, Any] = {"address": address or os.environ.get("RAY_ADDRESS")}
         if not options["address"]:
-            # One of our own, also where another happens to run
+            # A new one, even if another one is running
             options = {"address": "local", "include_dashboard": False}
             if jobs > 0:
                 options["num_cpus"] = jobs

@@ -1,4 +1,4 @@
-"""Hyperparameters from YAML files in rl-zoo's form, read without running what is in them."""
+"""Hyperparameters from YAML files in rl-zoo's format, read without running code in them."""
 
 import ast
 import importlib
@@ -28,7 +28,7 @@ __all__ = [
     "wrapper_of",
 ]
 
-#: Used where no other file is given
+#: Default file
 DEFAULT_FILE = Path(__file__).with_name("hyperparams.yml")
 
 Hyperparams = dict[str, Any]
@@ -47,10 +47,10 @@ REFUSED = {
     "stats_window_size": "it is --window",
 }
 
-#: Entries of a YAML file, those that aliases repeat counted each time: rl-zoo's largest has 500
+#: Largest number of entries of a YAML file, counting repeats by aliases: rl-zoo's largest has 500
 MOST_ENTRIES = 100_000
 
-#: Characters of a value written as Python
+#: Largest number of characters of a value written as Python
 LONGEST_VALUE = 10_000
 
 #: Options of prioritized replay, and of quantile networks
@@ -66,9 +66,8 @@ OF_AGENTS = {
 
 def parse_value(text: str) -> Any:
     """
-    The value of a Python expression as rl-zoo's files have it, without running it: numbers,
-    texts, lists, tuples, dicts, ``dict(...)``, and classes of torch (``nn.ReLU``,
-    ``th.optim.Adam``).
+    Value of a Python expression in one of rl-zoo's files, without running it: numbers, strings,
+    lists, tuples, dicts, ``dict(...)``, and classes of torch (``nn.ReLU``, ``th.optim.Adam``).
 
     :param text: the expression
     :return: its value
@@ -86,8 +85,8 @@ def parse_value(text: str) -> Any:
 def parse_expression(text: str) -> ast.expr:
     """
     :param text: Python expression
-    :return: it, parsed
-    :raises ValueError: if it is none, or too long or too deeply nested to be a value
+    :return: parsed expression
+    :raises ValueError: if it is not an expression, or too long or too deeply nested to be a value
     """
     if len(text) > LONGEST_VALUE:
         raise ValueError(f"it has {len(text):,} characters, at most {LONGEST_VALUE:,} are read")
@@ -105,7 +104,7 @@ def parse_expression(text: str) -> ast.expr:
 def shortened(value: Any) -> str:
     """
     :param value: value that is refused
-    :return: what a message shows of it
+    :return: shortened value, for error messages
     """
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:200]}..."
@@ -116,7 +115,7 @@ def _value_of(node: ast.expr) -> Any:
         case ast.Constant(value=bool() | int() | str() | None as value):
             return value
         case ast.Constant(value=float(value)):
-            # As 1e999, of which Python makes infinity
+            # Such as 1e999, which Python reads as infinity
             if not math.isfinite(value):
                 raise ValueError(f"{ast.unparse(node)} is too large for a number")
             return value
@@ -143,7 +142,7 @@ def keyword_options(keywords: list[ast.keyword]) -> dict[str, Any]:
     """
     :param keywords: keyword arguments of a call
     :return: their values by name
-    :raises ValueError: if one is ``**options``, or no value
+    :raises ValueError: if one is ``**options``, or not a value
     """
     if any(keyword.arg is None for keyword in keywords):
         raise ValueError("** is not supported")
@@ -153,7 +152,7 @@ def keyword_options(keywords: list[ast.keyword]) -> dict[str, Any]:
 def _torch_class(node: ast.Attribute) -> Any:
     """
     :param node: dotted name
-    :return: the class of torch that it names
+    :return: class of torch with that name
     """
     first, *rest = ast.unparse(node).split(".")
     if first in ("th", "torch"):
@@ -166,11 +165,11 @@ def _torch_class(node: ast.Attribute) -> Any:
     return value
 
 
-# What each key may be
+# Checks of the keys
 
 
 def _number(value: Any) -> float:
-    # YAML takes 1e-3 for a text, and rl-zoo's files have !!float before it
+    # YAML reads 1e-3 as a string, and rl-zoo's files put !!float before it
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError("a number is needed")
     try:
@@ -205,7 +204,7 @@ def _text(value: Any) -> str:
 
 
 def _options(value: Any) -> Any:
-    """Checked, and kept as it was written: the settings go to a JSON file."""
+    """Check the value, and keep it as it is written: the settings go to a JSON file."""
     if not isinstance(parse_value(value) if isinstance(value, str) else value, dict):
         raise ValueError('a dict is needed, or a text like "dict(net_arch=[64, 64])"')
     return value
@@ -302,17 +301,17 @@ OF_ENV = (
     "normalize",
 )
 
-#: What all agents of a comparison have in common, so that it can't be an option of one
+#: Hyperparameters that all agents of a comparison share, so that they can't be options of one
 SHARED = ("policy", "policy_kwargs", "optimize_memory_usage", "replay_buffer_kwargs")
 
 
 def check_option(name: str, value: Any) -> Any:
     """
     :param name: name of an option of an agent
-    :param value: its value; where a YAML file may have an option of that name, in the same forms
-    :return: the value, as a YAML file's would be kept
-    :raises ValueError: if a YAML file could not have it, or if it has no text that can be read
-        again, as classes
+    :param value: its value, in the same forms as in a YAML file
+    :return: checked value, as one from a YAML file
+    :raises ValueError: if the value is not allowed in a YAML file, or, such as a class, can't be
+        read back from its text
     """
     if name in KEYS and name not in OF_ENV and name not in SHARED:
         value = KEYS[name](value)
@@ -327,17 +326,21 @@ def full_env_id(env_id: str) -> str:
     """
     :param env_id: id as the user gave it
     :return: as Gymnasium knows it: the toy environments of this package don't need their
-        namespace, and of ``module:Id``, the module has been imported
+        namespace, Atari's games not the name of their module, and of ``module:Id``, the module has
+        been imported
     :raises SettingsError: if there is none
     """
     module, _, name = env_id.rpartition(":")
     try:
         if module:
             importlib.import_module(module)
+        elif name.startswith("ALE/") or "NoFrameskip" in name:
+            # A process knows Atari's games once it has imported their package: workers, too
+            return full_env_id(f"ale_py:{env_id}")
         for candidate in (env_id, f"sb3_per/{env_id}"):
             if (candidate.rpartition(":")[2]) in gym.registry:
                 return candidate
-        # Says which versions and which similar names there are
+        # The error names existing versions and similar names
         gym.spec(name)
     except gym.error.Error as error:
         raise SettingsError(f"--envs {env_id}: {error}") from None
@@ -351,7 +354,7 @@ def full_env_id(env_id: str) -> str:
 
 def load_hyperparams(path: Path, env_id: str, is_continuous: bool = False) -> Hyperparams:
     """
-    :param path: YAML file in rl-zoo's form: a mapping from environments to their hyperparameters,
+    :param path: YAML file in rl-zoo's format: a mapping from environments to their hyperparameters,
         with ``atari`` for all of Atari's games and ``default`` for what has no place of its own;
         ``continuous`` comes before it for agents with continuous actions
     :param env_id: full Gymnasium id
@@ -382,14 +385,14 @@ def load_hyperparams(path: Path, env_id: str, is_continuous: bool = False) -> Hy
 def _content_of(path: Path) -> Any:
     """
     :param path: path of a YAML file
-    :return: what is in it
+    :return: its content
     :raises SettingsError: if it can't be read, or aliases or nesting make it too large
     """
     try:
         with path.open(encoding="utf-8") as file:
             loader = yaml.SafeLoader(file)
             root = loader.get_single_node()
-            # Before anything is made of it: merging a mapping into others copies its entries
+            # Before it is converted: merging a mapping into others copies its entries
             if root is not None and _n_entries(root, {}) > MOST_ENTRIES:
                 raise SettingsError(
                     f"{path} has more than {MOST_ENTRIES:,} entries, those that aliases repeat "
@@ -401,7 +404,7 @@ def _content_of(path: Path) -> Any:
     except SettingsError:
         raise
     except Exception as error:
-        # Not YAMLError alone: of values such as `!!int ''`, PyYAML passes on whatever it meets
+        # Not YAMLError alone: for values such as `!!int ''`, PyYAML passes on any exception
         raise SettingsError(f"can't read the hyperparameters in {path}: {error}") from None
 
 
@@ -409,8 +412,8 @@ def _n_entries(node: yaml.Node, known: dict[int, int]) -> int:
     """
     :param node: node of a YAML file
     :param known: numbers of entries of the nodes counted before, by their ``id``
-    :return: number of nodes in it, one that aliases repeat counted each time; above
-        :data:`MOST_ENTRIES` if it contains itself
+    :return: number of nodes in it, counting repeats by aliases; above :data:`MOST_ENTRIES` if it
+        contains itself
     """
     if id(node) not in known:
         known[id(node)] = MOST_ENTRIES + 1
@@ -449,7 +452,7 @@ def _checked(given: Mapping[Any, Any], where: str) -> Hyperparams:
 def _check_can_be_kept(value: Any) -> None:
     """
     :param value: value for ``settings.json``
-    :raises ValueError: if JSON has no form for it, as for dates
+    :raises ValueError: if JSON can't represent it, such as a date
     """
     try:
         json.dumps(value)
@@ -486,8 +489,8 @@ def wrapper_of(given: Any) -> Callable[[gym.Env[Any, Any]], gym.Env[Any, Any]] |
     """
     :param given: value of ``env_wrapper``: the dotted name of a wrapper class, a mapping from it to
         its arguments, or a list of these, the innermost first
-    :return: puts them around an environment; None if there are none
-    :raises SettingsError: if one can't be imported, or is no ``gymnasium.Wrapper``
+    :return: function that wraps an environment; None if there are no wrappers
+    :raises SettingsError: if one can't be imported, or is not a ``gymnasium.Wrapper``
     """
     if given is None:
         return None

@@ -48,12 +48,12 @@ def plot(settings: PlotSettings) -> int:
     """
     Draw pictures and report again, from the tables alone.
 
-    :param settings: the comparison, and how to draw it
-    :return: exit code: 0, or 2 if there is none
+    :param settings: folder of the comparison, and options of the pictures
+    :return: exit code: 0, or 2 if there is no comparison
     """
     settings.check()
     store = Store(settings.folder)
-    # Before the lock, which would make the folder
+    # Before the lock, which would create the folder
     store.settings()
     with store.lock(), writing(store.folder):
         write_results(store, threshold=settings.threshold, window=settings.window)
@@ -65,9 +65,8 @@ def plan(settings: CompareSettings) -> tuple[list[Run], dict[str, Any]]:
     Check everything that can be checked without training. Nothing is written.
 
     :param settings: what to compare
-    :return: all runs, finished ones too, and what the folder of the comparison should have in its
-        settings
-    :raises SettingsError: if something can't be done
+    :return: all runs, including finished ones, and the settings for the folder of the comparison
+    :raises SettingsError: if a setting can't be used
     """
     settings.check()
     agents = parse_agents(settings.agents)
@@ -147,9 +146,9 @@ def write_results(
     Write ``summary.csv``, the pictures and ``report.html``, and print the summary.
 
     :param store: folder with the tables
-    :param threshold: in place of those of the settings
-    :param window: in place of that of the settings
-    :return: what was written about
+    :param threshold: threshold that replaces those of the settings
+    :param window: window that replaces that of the settings
+    :return: the comparison
     :raises SettingsError: if there are no tables
     """
     settings = store.settings()

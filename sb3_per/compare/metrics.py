@@ -31,10 +31,10 @@ __all__ = [
 FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
 
-#: Share of the runs left out at either end by the interquartile mean
+#: Share of the runs that the interquartile mean leaves out at either end
 TRIMMED = 0.25
 
-#: Resamples of a bootstrap interval; the points of a curve make do with fewer
+#: Number of resamples of a bootstrap interval, and a smaller number for the points of a curve
 RESAMPLES, RESAMPLES_OF_CURVES = 9999, 2000
 
 
@@ -58,10 +58,10 @@ class Estimate(NamedTuple):
 def moving_average(values: npt.ArrayLike, window: int) -> FloatArray:
     """
     Mean of each value and those before it. A value that is huge, infinite or not a number changes
-    the means that it is part of, and no other.
+    only the means that it is part of.
 
     :param values: shape ``(n,)``
-    :param window: number of values averaged; fewer at the beginning, as many as there are
+    :param window: number of values averaged; fewer at the beginning
     :return: shape ``(n,)``
 
     >>> moving_average([1.0, 3.0, 5.0, 7.0], window=2)
@@ -73,20 +73,20 @@ def moving_average(values: npt.ArrayLike, window: int) -> FloatArray:
         first = np.cumsum(values[:n_first]) / np.arange(1, n_first + 1)
         if len(values) == n_first:
             return first
-        # Not differences of one running sum, in which a huge value leaves nothing of the others
+        # Not differences of one running sum, in which a huge value cancels the others
         rest = np.lib.stride_tricks.sliding_window_view(values, window).mean(axis=1)
     return np.concatenate([first, rest])
 
 
 def at_steps(steps: npt.ArrayLike, values: npt.ArrayLike, grid: npt.ArrayLike) -> FloatArray:
     """
-    The latest value at each point of a grid, so that runs whose episodes end at different steps
-    can be averaged.
+    Latest value at each point of a grid, so that runs whose episodes end at different steps can be
+    averaged.
 
-    :param steps: when each value came, ascending, shape ``(n,)``
+    :param steps: steps of the values, ascending, shape ``(n,)``
     :param values: shape ``(n,)``
-    :param grid: steps asked about, shape ``(m,)``
-    :return: NaN where there was no value yet, shape ``(m,)``
+    :param grid: steps of the grid, shape ``(m,)``
+    :return: values on the grid, NaN where there is no value yet, shape ``(m,)``
 
     >>> at_steps([10, 20], [1.0, 2.0], [5, 10, 19, 20, 30])
     array([nan,  1.,  1.,  2.,  2.])
@@ -102,14 +102,14 @@ def at_steps(steps: npt.ArrayLike, values: npt.ArrayLike, grid: npt.ArrayLike) -
 
 def interquartile_mean(scores: npt.ArrayLike, axis: int = 0) -> Any:
     """
-    Mean of the middle half of the runs: less shaken by one outlier than the mean, with less noise
-    than the median (Agarwal et al. 2021).
+    Mean of the middle half of the runs: less sensitive to outliers than the mean, with less
+    variance than the median (Agarwal et al. 2021).
 
     A quarter of the runs at either end is left out, rounded down to whole runs as
     ``scipy.stats.trim_mean`` does: of 10 runs, 2 and 2; of 3 runs, none.
 
-    :param scores: one axis of which is the runs
-    :param axis: number of that axis
+    :param scores: scores with runs along ``axis``
+    :param axis: axis of the runs
     :return: the mean over that axis, a number for one-dimensional scores
 
     >>> float(interquartile_mean([0.0, 1.0, 2.0, 90.0]))
@@ -141,7 +141,7 @@ def bootstrap_interval(
         nothing = np.full_like(statistic(*arrays, axis=axis), np.nan)
         return nothing, nothing
     with warnings.catch_warnings(), np.errstate(all="ignore"):
-        # Of values that can't be averaged; what comes of them is not a number
+        # Warnings about values that can't be averaged; the result is not a number
         warnings.simplefilter("ignore", RuntimeWarning)
         warnings.simplefilter("ignore", stats.DegenerateDataWarning)
         interval = stats.bootstrap(
@@ -150,7 +150,7 @@ def bootstrap_interval(
             axis=axis,
             n_resamples=n_resamples,
             vectorized=True,
-            # The others correct for bias by a formula that breaks down where all runs are equal
+            # Other methods correct for bias by a formula that fails when all runs are equal
             method="percentile",
             random_state=np.random.default_rng(0),
         ).confidence_interval
@@ -173,11 +173,11 @@ def interquartile_mean_interval(scores: npt.ArrayLike) -> Estimate:
 
 class TimeToThreshold(NamedTuple):
     """
-    When a run got to the threshold, or how long it was watched without getting there.
+    Time until a run reached the threshold, or its length if it did not.
 
-    :param reached: whether it did; otherwise the run is censored
-    :param episodes: at the end of which it did, or that it had in all
-    :param steps: environment steps at that moment, or that it made in all
+    :param reached: whether it reached the threshold; otherwise the run is censored
+    :param episodes: number of episodes until then, or of the whole run
+    :param steps: number of environment steps until then, or of the whole run
     """
 
     reached: bool
@@ -189,15 +189,15 @@ def first_reaching(
     rewards: npt.ArrayLike, steps: npt.ArrayLike, budget: int, threshold: float, window: int
 ) -> TimeToThreshold:
     """
-    The first episode at whose end the mean reward of the last ``window`` episodes, that many at
-    least, was no smaller than the threshold.
+    First episode at whose end the mean reward of the last ``window`` episodes was at least the
+    threshold; there must be that many episodes.
 
     :param rewards: rewards of the episodes of a run, shape ``(n,)``
     :param steps: environment steps at the end of each, shape ``(n,)``
     :param budget: environment steps of the whole run
     :param threshold: threshold of the mean reward
-    :param window: episodes that are averaged
-    :return: episodes and steps until then; of a run that never got there, its own
+    :param window: number of episodes that are averaged
+    :return: episodes and steps until then; those of the whole run if it never reached the threshold
 
     >>> first_reaching([0.0, 1.0, 1.0], [10, 20, 30], 35, threshold=1.0, window=2)
     TimeToThreshold(reached=True, episodes=3, steps=30)
@@ -205,7 +205,7 @@ def first_reaching(
     TimeToThreshold(reached=False, episodes=3, steps=35)
     """
     rewards = np.asarray(rewards, dtype=np.float64)
-    # A mean of equal rewards may miss them by rounding
+    # A mean of equal rewards can differ from them by rounding
     enough = threshold - 1e-9 * max(1.0, abs(threshold))
     there = np.flatnonzero(moving_average(rewards, window)[window - 1 :] >= enough)
     if not there.size:
@@ -218,14 +218,14 @@ def share_reached(
     times: npt.ArrayLike, reached: npt.ArrayLike
 ) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
     """
-    Share of the runs that got to the threshold, as a function of time, by Kaplan and Meier
-    (``scipy.stats.ecdf``): a run that stopped before it got there counts until it stopped, and
-    then neither as a success nor as a failure.
+    Share of the runs that reached the threshold, as a function of time, by Kaplan and Meier
+    (``scipy.stats.ecdf``): a run that stopped before counts until it stopped, and then neither as a
+    success nor as a failure.
 
     :param times: time to the threshold, or until the run stopped, shape ``(runs,)``
-    :param reached: whether it was the first, shape ``(runs,)``
-    :return: times at which something happened, ascending; the share from each on; the lower and
-        upper ends of its 95 % interval (log-log, NaN where there is none)
+    :param reached: whether the run reached the threshold, shape ``(runs,)``
+    :return: times of events, ascending; the share from each on; the lower and upper ends of its
+        95 % interval (log-log, NaN where there is none)
 
     >>> times, share, _, _ = share_reached([10, 20, 15], [True, True, False])
     >>> times, share
@@ -234,7 +234,7 @@ def share_reached(
     times, reached = np.asarray(times, dtype=np.float64), np.asarray(reached, dtype=bool)
     survival = stats.ecdf(stats.CensoredData.right_censored(times, ~reached)).sf
     with warnings.catch_warnings(), np.errstate(all="ignore"):
-        # At shares of 0 and 1 the interval is not defined, which SciPy warns of
+        # At shares of 0 and 1 the interval is not defined, which makes SciPy warn
         warnings.simplefilter("ignore", RuntimeWarning)
         interval = survival.confidence_interval(0.95, method="log-log")
     return (
@@ -247,11 +247,11 @@ def share_reached(
 
 def median_time(times: npt.ArrayLike, reached: npt.ArrayLike) -> Estimate:
     """
-    The time by which half of the runs got to the threshold, by Kaplan and Meier; infinite if they
+    Time by which half of the runs reached the threshold, by Kaplan and Meier; infinite if they
     never did.
 
     :param times: time to the threshold, or until the run stopped, shape ``(runs,)``
-    :param reached: whether it was the first, shape ``(runs,)``
+    :param reached: whether the run reached the threshold, shape ``(runs,)``
     :return: the median; its interval is where the 95 % interval of the share crosses one half,
         and infinite where it does not
 
@@ -263,7 +263,7 @@ def median_time(times: npt.ArrayLike, reached: npt.ArrayLike) -> Estimate:
     when, share, low, high = share_reached(times, reached)
 
     def crossing(curve: FloatArray) -> float:
-        # NaN, where there is no interval, is the share itself
+        # NaN stands for no interval: the share itself
         there = np.flatnonzero(np.where(np.isnan(curve), share, curve) >= 0.5 - 1e-12)
         return float(when[there[0]]) if there.size else np.inf
 
@@ -274,10 +274,9 @@ def median_time(times: npt.ArrayLike, reached: npt.ArrayLike) -> Estimate:
 
 def restricted_mean_time(times: npt.ArrayLike, budget: float) -> Estimate:
     """
-    Mean time to the threshold within the budget: a run that did not get there counts with the
-    whole budget, so that the mean is defined whatever happens, and too small rather than too
-    large. When all runs have the same budget, this is the area above the curve of
-    :func:`share_reached`.
+    Mean time to the threshold within the budget: a run that did not reach it counts with the whole
+    budget, so that the mean is always defined, and too small rather than too large. When all runs
+    have the same budget, this is the area above the curve of :func:`share_reached`.
 
     :param times: time to the threshold, or until the run stopped, shape ``(runs,)``
     :param budget: length of each run, in the same unit
@@ -288,18 +287,18 @@ def restricted_mean_time(times: npt.ArrayLike, budget: float) -> Estimate:
     return Estimate(float(restricted.mean()), float(low), float(high))
 
 
-# Which is better
+# Comparison of two agents
 
 
 def probability_of_improvement(better: npt.ArrayLike, than: npt.ArrayLike, axis: int = 0) -> Any:
     """
-    Probability that a run of one agent scores higher than a run of another, ties counting one
-    half: Mann and Whitney's U over the number of pairs.
+    Probability that a run of one agent scores higher than a run of another, with ties counted as
+    one half: Mann and Whitney's U divided by the number of pairs.
 
-    :param better: scores of the one agent, runs along ``axis``
+    :param better: scores of the first agent, runs along ``axis``
     :param than: scores of the other, runs along ``axis``
     :param axis: axis of the runs
-    :return: in ``[0, 1]``; 0.5 when neither is better
+    :return: probability in ``[0, 1]``; 0.5 if neither is better
 
     >>> float(probability_of_improvement([2.0, 3.0], [1.0, 2.0]))
     0.875
@@ -314,7 +313,7 @@ def probability_of_improvement(better: npt.ArrayLike, than: npt.ArrayLike, axis:
 
 def probability_of_improvement_interval(better: npt.ArrayLike, than: npt.ArrayLike) -> Estimate:
     """
-    :param better: scores of the one agent, shape ``(runs,)``
+    :param better: scores of the first agent, shape ``(runs,)``
     :param than: scores of the other, shape ``(runs of the other,)``
     :return: the probability that the first is better, with its bootstrap interval
     """

@@ -39,29 +39,29 @@ __all__ = ["PICTURES", "Picture", "draw", "picture_of"]
 
 FloatArray = npt.NDArray[np.float64]
 
-#: Label of an axis, where priorities are in proportion to TD errors
+#: Label of an axis of priorities, for proportional prioritization
 PRIORITY = r"priority $(|\mathrm{TD\ error}| + \epsilon)^\alpha$"
 
-#: Points of a curve
+#: Number of points of a curve
 POINTS = 150
 
-#: Values beyond this are not drawn: nothing else could be seen beside them
+#: Largest value that is drawn: beside a larger one, nothing else could be seen
 LARGEST = 1e100
 
-#: Quantiles that make bands, in percent
+#: Quantiles of the bands, in percent
 BANDS = (5, 25, 50, 75, 95)
 
-#: Environments of more places than this have no picture of them
+#: Largest number of places of an environment with a picture of them
 MOST_CELLS = 64
 
-#: Up to so many places, each has its share written into it
+#: Largest number of places with their shares written into them
 MOST_WRITTEN_CELLS = 20
 
 
 @dataclass(frozen=True)
 class Picture:
     """
-    A picture and what to say about it.
+    A picture with its title and description.
 
     :param kind: key of :data:`PICTURES`
     :param env_id: id of the environment
@@ -81,7 +81,7 @@ class Picture:
 
 class Drawing(NamedTuple):
     """
-    What the drawing functions return.
+    Result of the drawing functions.
 
     :param figure: the picture itself
     :param reading: how to read the picture
@@ -96,9 +96,9 @@ class Drawing(NamedTuple):
 @dataclass(frozen=True)
 class View:
     """
-    What the drawing functions need of one environment.
+    Data of one environment for the drawing functions.
 
-    :param comparison: all of it
+    :param comparison: the comparison
     :param env_id: id of the environment
     """
 
@@ -107,33 +107,33 @@ class View:
 
     @property
     def agents(self) -> list[str]:
-        """With a finished run."""
+        """Agents with a finished run."""
         return self.comparison.agents(self.env_id)
 
     @property
     def colors(self) -> dict[str, str]:
-        """By agent."""
+        """Colors by agent."""
         return agent_colors(self.comparison.settings["agents"])
 
     @property
     def name(self) -> str:
-        """Of the environment, without module and namespace."""
+        """Name of the environment, without module and namespace."""
         return self.env_id.rpartition(":")[2].rpartition("/")[2]
 
     @property
     def budget(self) -> int:
-        """Environment steps of each run."""
+        """Number of environment steps of each run."""
         return self.comparison.budget(self.env_id)
 
     @property
     def stages(self) -> list[int]:
-        """Numbers of episodes at which to look into the buffer."""
+        """Numbers of episodes with a snapshot of the buffer."""
         return sorted(self.comparison.settings["run"]["snapshot_episodes"])
 
     def n_runs(self, agent: str) -> int:
         """
         :param agent: name of the agent
-        :return: how many are finished
+        :return: number of its finished runs
         """
         return len(self.comparison.of("runs", self.env_id, agent))
 
@@ -148,13 +148,13 @@ class View:
         """
         :param agent: name of the agent
         :param stage: number of episodes
-        :return: transitions looked at then, of all runs
+        :return: transitions of the snapshots at that stage, of all runs
         """
         rows = self.comparison.of("transitions", self.env_id, agent)
         return rows[rows["stage"] == stage]
 
     def priority_label(self) -> str:
-        """:return: of an axis of priorities, with the formula if it is that of all agents"""
+        """:return: label of an axis of priorities, with the formula if all agents use it"""
         options = (parse_agent(agent).options for agent in self.prioritized())
         is_by_rank = any(("prioritization", "rank") in of_one for of_one in options)
         return "priority" if is_by_rank else PRIORITY
@@ -178,9 +178,9 @@ def _curves(
     """
     :param view: one environment of the comparison
     :param table: table with the columns ``agent``, ``seed`` and ``steps``
-    :param values: makes a value of each row of a run
-    :param points: number of points of each curve; None for one at each of the steps, where all
-        runs have the same
+    :param values: function that computes the values of the rows of a run
+    :param points: number of points of each curve; None for one at each of the steps, if all runs
+        have the same steps
     :return: for each agent: its name, points, interquartile mean, lower and upper end of its
         interval there
     """
@@ -254,14 +254,14 @@ def _td_error_curve(view: View) -> Drawing | None:
         _draw_curve(axes, view, *curve)
     _log_scale(axes)
     axes.set_ylabel("mean |TD error| (units of return)")
-    axes.set_title(f"{view.name}: TD error of what is stored")
+    axes.set_title(f"{view.name}: TD error of stored transitions")
     steps_axis(axes)
     _legend_below(made, axes)
     return Drawing(
         made,
         "Mean absolute TD error over the transitions in the replay buffer, under the networks of "
         "that moment. Errors are in units of return and grow with it: lower means that the values "
-        "fit what is stored, not that the agent acts better.",
+        "fit the stored transitions, not that the agent acts better.",
         f"Mean absolute TD error in the replay buffer of {_listed(view)} on {view.name} by steps.",
     )
 
@@ -289,7 +289,7 @@ def _nothing(axes: Axes) -> None:
 
 def _log_bins(values: FloatArray, n: int = 40) -> FloatArray:
     """
-    :param values: values; those above 0 decide
+    :param values: values; only those above 0 count
     :param n: number of bins
     :return: edges at equal ratios, shape ``(n + 1,)``
     """
@@ -298,7 +298,7 @@ def _log_bins(values: FloatArray, n: int = 40) -> FloatArray:
         positive = np.ones(1)
     low, high = np.quantile(positive, [0.001, 1.0])
     if high < 2 * low:
-        # Practically all the same
+        # Nearly equal values
         low, high = low / 2, high * 2
     edges: FloatArray = np.geomspace(low, high * 1.0001, n + 1)
     return edges
@@ -306,7 +306,7 @@ def _log_bins(values: FloatArray, n: int = 40) -> FloatArray:
 
 def _shares(axes: Axes, values: Any, edges: FloatArray, counts: Any = None, **look: Any) -> None:
     """
-    Draw a histogram of shares; what lies outside the edges counts in the first or last bin.
+    Draw a histogram of shares; values outside the edges count in the first or last bin.
 
     :param axes: axes to draw on
     :param values: shape ``(n,)``
@@ -348,12 +348,11 @@ def _td_error_stages(view: View) -> Drawing | None:
         axes.set_xlabel("|TD error| (units of return)")
     row[0].set_ylabel("share of stored transitions")
     _legend_below(made, row[0])
-    made.suptitle(f"{view.name}: TD errors of what is stored")
+    made.suptitle(f"{view.name}: TD errors of stored transitions")
     return Drawing(
         made,
-        "Absolute TD errors of the stored transitions, those of all runs together, on a "
-        "logarithmic axis: a shift to the left by one mark is ten times less. The few below the "
-        "axis count in its first bin.",
+        "Absolute TD errors of the stored transitions of all runs on a logarithmic axis: one mark "
+        "to the left is ten times smaller. The few below the axis count in its first bin.",
         f"Distributions of TD errors in the buffer of {_listed(view)} on {view.name} after "
         f"{_numbers(stages)} episodes.",
     )
@@ -390,10 +389,10 @@ def _sampled_priorities(view: View) -> Drawing | None:
             axes.set_xlabel(view.priority_label())
         row[0].set_ylabel("share of transitions")
         row[0].legend(loc="upper left")
-    made.suptitle(f"{view.name}: priorities of what is replayed")
+    made.suptitle(f"{view.name}: priorities of replayed transitions")
     return Drawing(
         made,
-        "Filled: priorities of the transitions that are drawn. Line: of all that are stored. A "
+        "Filled: priorities of drawn transitions. Line: those of all stored transitions. A "
         "transition is drawn in proportion to its priority, so the filled ones lie further right. "
         "At the start of learning, all priorities are 1.",
         f"Histograms of replayed and stored priorities on {view.name} after {_numbers(stages)} "
@@ -425,8 +424,8 @@ def _bands(view: View, prefix: str, label: str, title: str, is_log: bool) -> Fig
         means = snapshots.groupby("steps")[names].mean()
         steps, color = means.index.to_numpy(), view.colors[agent]
         for low, high, alpha, text in (
-            (0, 4, 0.15, "90 % of them"),
-            (1, 3, 0.35, "50 % of them"),
+            (0, 4, 0.15, "90 % of transitions"),
+            (1, 3, 0.35, "50 % of transitions"),
         ):
             axes.fill_between(
                 steps,
@@ -457,7 +456,7 @@ def _stored_priorities(view: View) -> Drawing | None:
     return Drawing(
         made,
         "Quantiles of the priorities in the buffer, each averaged over the runs. New transitions "
-        "come in with the largest priority there is, and fall when they are replayed.",
+        "get the largest stored priority, which usually falls when they are replayed.",
         f"Bands of the stored priorities on {view.name} by environment steps.",
     )
 
@@ -467,16 +466,16 @@ def _weights(view: View) -> Drawing | None:
         view,
         "weight",
         "importance-sampling weight",
-        "weights in the loss of what is replayed",
+        "weights of replayed transitions in the loss",
         is_log=False,
     )
     if made is None:
         return None
     return Drawing(
         made,
-        "Quantiles of the weights that replayed transitions have in the loss, each averaged over "
-        "the runs; 1 is the largest of its batch. The lower they are, the more of the bias is "
-        "undone, and the less of a batch counts. As beta goes to 1, the spread grows.",
+        "Quantiles of the weights of replayed transitions in the loss, each averaged over the "
+        "runs; 1 is the largest of its batch. The lower they are, the more of the bias is "
+        "corrected, and the smaller the effective batch. As beta goes to 1, the spread grows.",
         f"Bands of the importance-sampling weights on {view.name} by environment steps.",
     )
 
@@ -504,10 +503,10 @@ def _threshold(view: View) -> Drawing | None:
                 where="post",
                 color=color,
                 label=label,
-                # The later on top of the earlier, and thinner, so that equal curves both show
+                # Later curves lie on top and are thinner, so that equal curves are both visible
                 linewidth=1.6 + min(1.2, 2.4 / n_agents) * (n_agents - 1 - number),
             )
-            # Each run, too: below the axis, so that none hides behind a curve
+            # Runs lie below the axis, so that none is hidden by a curve
             height = -0.06 - 0.07 * number
             axes.scatter(values[reached], np.full(reached.sum(), height), s=22, color=color)
             axes.scatter(
@@ -559,7 +558,7 @@ def _places(view: View) -> Drawing | None:
     }
     top = max((found.max() for found in shares.values() if found is not None), default=1.0)
     is_corridor = view.name.startswith("GridWorld")
-    # Two agents beside each other, and others below them
+    # Two agents in a row
     pairs = [view.agents[at : at + 2] for at in range(0, len(view.agents), 2)]
     places = [(stage, pair) for pair in pairs for stage in stages]
     made, rows = figure(len(places), len(pairs[0]), min(0.5 * n_cells + 1.0, 9.0), 1.55)
@@ -585,8 +584,8 @@ def _places(view: View) -> Drawing | None:
     return Drawing(
         made,
         "Each row of cells is the environment, the darker the larger the share of the "
-        "transitions that start there: above what is replayed, below what is stored. Uniform "
-        "replay draws what is stored; prioritized replay draws where the errors are.",
+        "transitions that start there: above those of replayed, below those of stored ones. "
+        "Uniform replay draws from all alike; prioritized replay draws where the errors are.",
         f"Shares of replayed and of stored transitions by place in {view.name}, for "
         f"{_listed(view)}.",
     )
@@ -594,10 +593,10 @@ def _places(view: View) -> Drawing | None:
 
 def _place_shares(rows: pd.DataFrame, n_cells: int) -> FloatArray | None:
     """
-    :param rows: transitions looked at
+    :param rows: transitions of the snapshots
     :param n_cells: number of places
-    :return: share of the draws and of what is stored by place, shape ``(2, n_cells)``; None
-        without transitions
+    :return: shares of the draws and of the stored transitions by place, shape ``(2, n_cells)``;
+        None without transitions
     """
     if rows.empty:
         return None
@@ -644,24 +643,24 @@ def _draw_strip(axes: Axes, shares: FloatArray, colors: Any, top: float) -> None
 
 
 def _log_scale(axes: Axes) -> None:
-    """:param axes: axes with everything on them; without anything above 0, they stay linear"""
+    """:param axes: axes with all curves; without values above 0, they stay linear"""
     if not np.isfinite(axes.dataLim.minposy):
         return
     axes.set_yscale("log")
     plain = FuncFormatter(lambda value, _: f"{value:g}")
     axes.yaxis.set_major_formatter(plain)
     low, high = axes.get_ylim()
-    # Within one power of ten, the marks between are all there are
+    # Within one power of ten, only the minor marks get labels
     axes.yaxis.set_minor_formatter(plain if high < 10 * low else NullFormatter())
 
 
 def _legend_below(made: Figure, axes: Axes) -> None:
     """
-    :param made: gets a legend that hides nothing
+    :param made: figure that gets a legend below its axes
     :param axes: axes with the labels of the legend
     """
     handles, labels = axes.get_legend_handles_labels()
-    # About 12 letters an inch, and what a handle takes
+    # About 12 letters per inch, plus the handle
     letters = max(len(label) for label in labels) + 7
     n_columns = max(1, min(len(labels), int(made.get_figwidth() * 12) // letters))
     made.legend(handles, labels, loc="outside lower center", ncols=n_columns)
@@ -682,7 +681,7 @@ class Kind(NamedTuple):
     A kind of picture.
 
     :param title: title, in the report
-    :param draw: draws it; gives None where it does not apply
+    :param draw: function that draws it; returns None if it does not apply
     :param values: numbers on its axes: a noun, the table and the columns
     :param is_of_priorities: whether it leaves out agents without priorities
     """
@@ -693,7 +692,7 @@ class Kind(NamedTuple):
     is_of_priorities: bool = False
 
 
-#: By name, in the order of the report
+#: Kinds of pictures by name, in the order of the report
 PICTURES = {
     "rewards": Kind(
         "Reward while learning",
@@ -712,7 +711,7 @@ PICTURES = {
         [("a TD error", "transitions", ["td_error"])],
     ),
     "sampled-priorities": Kind(
-        "Priorities of what is replayed",
+        "Priorities of replayed transitions",
         _sampled_priorities,
         [("a priority", "transitions", ["priority"])],
         is_of_priorities=True,
@@ -737,8 +736,8 @@ def picture_of(view: View, name: str) -> Picture | None:
     """
     :param view: one environment of the comparison
     :param name: key of :data:`PICTURES`
-    :return: that picture; where values are infinite, too large or not a number, one that says so;
-        None where it does not apply
+    :return: the picture; if values are infinite, too large or not a number, one that says so; None
+        if it does not apply
     """
     kind = PICTURES[name]
     problem = _problem_of(view, kind)
@@ -775,8 +774,7 @@ def draw(comparison: Comparison, folder: Path) -> list[tuple[Picture, Path]]:
     Draw all pictures of a comparison.
 
     :param comparison: comparison with at least one finished run
-    :param folder: gets a folder for each environment; what is there under the names of pictures
-        is replaced
+    :param folder: folder that gets a folder for each environment; existing pictures are replaced
     :return: the pictures, by environment, with their files
     """
     drawn = []
@@ -789,7 +787,7 @@ def draw(comparison: Comparison, folder: Path) -> list[tuple[Picture, Path]]:
                 path = of_env / f"{name}.png"
                 picture = picture_of(view, name)
                 if picture is None:
-                    # Of before
+                    # From an earlier call
                     path.unlink(missing_ok=True)
                     continue
                 picture.figure.savefig(path)

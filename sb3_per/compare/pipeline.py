@@ -1,4 +1,4 @@
-"""How commands make runs, and how they end."""
+"""Runs of the commands, and their exit codes."""
 
 import functools
 import io
@@ -18,7 +18,7 @@ from sb3_per.compare.store import RunFolder, writing
 
 __all__ = ["FAILED", "REFUSED", "STOPPED", "command", "make_missing"]
 
-#: Exit codes: some runs failed; what was asked for can't be done; stopped by Ctrl-C
+#: Exit codes: some runs failed; the settings can't be used; stopped by Ctrl-C
 FAILED, REFUSED, STOPPED = 1, 2, 130
 
 R = TypeVar("R", bound=PlannedRun)
@@ -32,7 +32,7 @@ def command(name: str) -> Callable[[Callable[[S], int]], Callable[[S], int]]:
     settings that can't be used end it with one line and exit code 2, Ctrl-C and SIGTERM with
     exit code 130.
 
-    :param name: name of the command, for the line
+    :param name: name of the command, for messages
     :return: the decorator
     """
 
@@ -56,7 +56,7 @@ def command(name: str) -> Callable[[Callable[[S], int]], Callable[[S], int]]:
 
 @contextmanager
 def _printing_anything() -> Iterator[None]:
-    """Characters that the standard output has no code for, as in paths, are printed as numbers."""
+    """Characters that the standard output can't encode, as in paths, are printed as numbers."""
     out = sys.stdout
     if not isinstance(out, io.TextIOWrapper) or out.errors != "strict":
         yield
@@ -70,7 +70,7 @@ def _printing_anything() -> Iterator[None]:
 
 @contextmanager
 def _signals_that_interrupt() -> Iterator[None]:
-    """What else ends a process, SIGTERM and a closed terminal, does so as Ctrl-C does."""
+    """SIGTERM and a closed terminal end the process in the same way as Ctrl-C."""
     changed = []
     # Signals can be handled in the main thread alone
     if threading.current_thread() is threading.main_thread():
@@ -101,10 +101,10 @@ def make_missing(
     Make the runs that the folder does not have, keep each when it is finished, then report.
 
     :param folder: folder of the results, locked by the caller
-    :param runs: all of them, finished ones too
-    :param make: makes one run, in a process of its own
-    :param report: called at the end, if any of the runs is finished
-    :param jobs: runs at the same time; -1 for as many as there are cores
+    :param runs: all runs, including finished ones
+    :param make: function that makes one run, in a separate process
+    :param report: function that is called at the end, if any of the runs is finished
+    :param jobs: number of parallel runs; -1 for the number of cores
     :param backend: joblib backend
     :param address: address of the Ray or Dask cluster; None starts one on this machine
     :return: exit code: 0, 1 if runs failed, 130 if stopped

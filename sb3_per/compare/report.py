@@ -1,4 +1,4 @@
-"""The page that tells a comparison: one HTML file with everything in it."""
+"""The report of a comparison: one HTML file that contains everything."""
 
 import base64
 import json

@@ -1,4 +1,4 @@
-"""What can be asked of the comparison. Imports neither torch nor SB3: ``--help`` needs it."""
+"""Settings of the commands. Imports neither torch nor SB3, since ``--help`` needs it."""
 
 import math
 from dataclasses import dataclass, fields
@@ -26,7 +26,7 @@ SMALLEST = {
 
 
 class SettingsError(ValueError):
-    """What was asked for can't be done; the message says why and what to do."""
+    """Settings that can't be used; the message says why and what to do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +48,8 @@ class RunSettings(Settings):
     """
     Options of a command that makes runs.
 
-    :param n_seeds: runs of each agent on each task
-    :param first_seed: the first of these seeds; the others follow it
+    :param n_seeds: number of runs of each agent on each task
+    :param first_seed: first seed; the others follow it
     :param output: folder for the results
     :param jobs: runs at the same time; -1 for as many as there are cores
     """
@@ -61,12 +61,12 @@ class RunSettings(Settings):
 
     @property
     def default_n_seeds(self) -> int:
-        """Number of seeds where none was given."""
+        """Default number of seeds."""
         raise NotImplementedError
 
     @property
     def default_output(self) -> Path:
-        """Folder for the results where none was given."""
+        """Default folder for the results."""
         raise NotImplementedError
 
     @property
@@ -77,7 +77,7 @@ class RunSettings(Settings):
 
     @property
     def folder(self) -> Path:
-        """Where the results go."""
+        """Folder for the results."""
         return self.output or self.default_output
 
     def check(self) -> None:
@@ -102,30 +102,30 @@ class RunSettings(Settings):
 @dataclass(frozen=True, kw_only=True)
 class CompareSettings(RunSettings):
     """
-    Train agents with uniform and with prioritized replay side by side, measure them, draw what
-    happened inside, and write it all to a folder. The same command again makes what is
-    missing there.
+    Train agents with uniform and with prioritized replay side by side, measure them, draw pictures
+    of their replay buffers, and write everything to a folder. The same command again makes the
+    missing runs.
 
     :param envs: Gymnasium ids; `module:Id` imports the module first
     :param agents: `uniform` (DQN), `per` (PERDQN), `qrdqn`, `per_qrdqn`; for continuous actions
         `sac`, `per_sac`, `td3`, `per_td3`, `ddpg`, `per_ddpg`, `tqc`, `per_tqc`; with options of
         the algorithm in parentheses: "per(alpha=0.8, double_q=True)". The others are compared
         with the first.
-    :param n_seeds: runs of each agent on each environment; 10, or 3 with --quick
-    :param quick: a look that takes minutes: 3 seeds, and 30 % of each budget
+    :param n_seeds: number of runs of each agent on each environment; 10, or 3 with --quick
+    :param quick: a short comparison that takes minutes: 3 seeds, and 30 % of each budget
     :param budget: share of each environment's n_timesteps to train for; 1, or 0.3 with --quick
-    :param timesteps: environment steps of each run, in place of n_timesteps
-    :param hyperparams: YAML file in rl-zoo's form; that of the package by default
+    :param timesteps: number of environment steps of each run, in place of n_timesteps
+    :param hyperparams: YAML file in rl-zoo's format; that of the package by default
     :param threshold: mean episode reward that counts as solved, for all environments; by default
         the YAML file's `threshold`, else the environment's own
-    :param window: episodes over which rewards are averaged
-    :param n_evals: greedy evaluations along each run, besides the one before it
-    :param eval_episodes: episodes of each evaluation, always the same ones
-    :param snapshot_episodes: look into the replay buffer after so many episodes; 0 is the start
-        of learning
-    :param n_snapshots: looks into the replay buffer along each run, at equal distances
-    :param max_transitions: transitions that each look considers, chosen at random if there are
-        more
+    :param window: number of episodes over which rewards are averaged
+    :param n_evals: number of greedy evaluations along each run, besides the one before it
+    :param eval_episodes: number of episodes of each evaluation, always the same ones
+    :param snapshot_episodes: numbers of episodes after which to take a snapshot of the replay
+        buffer; 0 is the start of learning
+    :param n_snapshots: number of snapshots of the replay buffer along each run, at equal distances
+    :param max_transitions: largest number of transitions in a snapshot, a random subset if there
+        are more
     :param device: PyTorch device of the agents
     :param output: folder for the results; `comparison`, or `comparison-quick` with --quick
     :param backend: joblib's backend: `loky` on this machine, `ray` or `dask` on a cluster
@@ -199,7 +199,8 @@ class PlotSettings(Settings):
     :param folder: folder that `sb3-per compare` has written
     :param threshold: mean episode reward that counts as solved, for all environments; as in the
         comparison by default
-    :param window: episodes over which rewards are averaged; as in the comparison by default
+    :param window: number of episodes over which rewards are averaged; as in the comparison by
+        default
     """
 
     folder: Annotated[Path, tyro.conf.Positional]
@@ -210,6 +211,6 @@ class PlotSettings(Settings):
 def option(name: str) -> str:
     """
     :param name: name of a setting
-    :return: how the command line calls it
+    :return: its name on the command line
     """
     return "--" + name.replace("_", "-")

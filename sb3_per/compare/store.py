@@ -29,10 +29,10 @@ __all__ = ["RunFolder", "Store", "file_name", "package_versions", "writing"]
 R = TypeVar("R", bound=PlannedRun)
 T = TypeVar("T")
 
-#: Raised when a folder of an older version could no longer be read
+#: Version of the format, increased when a folder of an older version can no longer be read
 FORMAT = 1
 
-#: What ``settings.json`` has: types, and by way of ``{str: ...}`` and ``[...]`` those of all values
+#: Form of ``settings.json``: types, and with ``{str: ...}`` and ``[...]`` those of all values
 FORM: dict[str, Any] = {
     "environments": {str: {str: object}},
     "agents": [str],
@@ -42,13 +42,13 @@ FORM: dict[str, Any] = {
     "versions": {str: str},
 }
 
-#: Held by the command that is at work in a folder
+#: Lock held by the command that works in a folder
 LOCK = ".lock"
 
-#: What a command that was killed may leave behind
+#: Files that a killed command may leave behind
 LEFTOVERS = (".*.unfinished", "runs/*/*/.unfinished-*")
 
-#: Characters that the name of a file keeps of that of an environment or an agent
+#: Largest number of characters of the name of an environment or an agent in the name of a file
 LONGEST_NAME = 100
 
 PACKAGES = (
@@ -102,8 +102,8 @@ class RunFolder(ABC, Generic[R, T]):
     @contextmanager
     def lock(self) -> Iterator[None]:
         """
-        Keep other commands out of the folder, inside the ``with`` block, and remove what one that
-        was killed has left there. The operating system gives the lock of a killed process free.
+        Lock the folder for other commands inside the ``with`` block, and remove files left by a
+        killed command. The operating system releases the lock of a killed process.
 
         :raises SettingsError: if another command is at work there, or the folder can't be written
         """
@@ -128,7 +128,7 @@ class RunFolder(ABC, Generic[R, T]):
             lock.release()
 
     def check_is_ours(self) -> None:
-        """:raises SettingsError: if the folder can't be one of results, because it has others"""
+        """:raises SettingsError: if the folder has other files than results"""
         if self.folder.is_file():
             raise SettingsError(f"--output {self.folder} is a file")
 
@@ -142,14 +142,14 @@ class RunFolder(ABC, Generic[R, T]):
     @abstractmethod
     def write(self, run: R, result: T) -> None:
         """
-        Keep a finished run, and forget that it failed before.
+        Store a finished run, and remove its record of an earlier failure.
 
         :param run: finished run
         :param result: its result
         """
 
     def merge_tables(self) -> None:
-        """Bring the results of all finished runs together, where they were written apart."""
+        """Merge the results of all finished runs, if they were written separately."""
 
     def write_failure(self, run: R, traceback: str) -> Path:
         """
@@ -184,8 +184,8 @@ class RunFolder(ABC, Generic[R, T]):
     def replacing(self, name: str) -> Iterator[Path]:
         """
         :param name: name of a file in the folder
-        :return: what to write in its place, inside the ``with`` block; it gets the name when it
-            is complete
+        :return: path to write to inside the ``with`` block; the file gets its name when it is
+            complete
         :raises SettingsError: if it can't be written
         """
         path = self.folder / f".{name}.unfinished"
@@ -203,10 +203,10 @@ class Store(RunFolder[Run, Tables]):
     Reads and writes the folder of one comparison.
 
     ======================================== ==================================================
-    ``settings.json``                        what was asked for, and package versions
+    ``settings.json``                        settings of the comparison, and package versions
     ``episodes.parquet`` and four others     the tables, of all runs
     ``summary.csv``                          the measures
-    ``pictures/``, ``report.html``           what ``sb3-per plot`` makes of the tables
+    ``pictures/``, ``report.html``           output of ``sb3-per plot``, from the tables
     ``runs/ENV/AGENT/seed-N/``               the tables of one finished run, and ``run.json``
     ``failures/``                            tracebacks of runs that failed
     ======================================== ==================================================
@@ -216,8 +216,8 @@ class Store(RunFolder[Run, Tables]):
 
     def settings(self) -> dict[str, Any]:
         """
-        :return: those of the comparison in the folder
-        :raises SettingsError: if there is none, or they can't be read
+        :return: settings of the comparison in the folder
+        :raises SettingsError: if there is no comparison, or they can't be read
         """
         path = self.folder / "settings.json"
         try:
@@ -241,12 +241,12 @@ class Store(RunFolder[Run, Tables]):
 
     def agree_on(self, settings: dict[str, Any]) -> dict[str, Any]:
         """
-        Write down the settings, or add to those that are there: more environments, agents and
-        seeds. What decides the numbers of a run must be the same.
+        Write the settings, or add environments, agents and seeds to the existing ones. Settings
+        that change the numbers of a run must be the same.
 
         :param settings: ``environments`` (id to hyperparameters), ``agents``, ``seeds``, ``run``
-            (what all runs have in common), ``analysis``, ``versions``
-        :return: the settings of all that is in the folder from now on
+            (shared by all runs), ``analysis``, ``versions``
+        :return: merged settings of the folder
         :raises SettingsError: if some differ, with their names
         """
         if not (self.folder / "settings.json").exists():
@@ -292,7 +292,7 @@ class Store(RunFolder[Run, Tables]):
         super().check_is_ours()
         if not self.folder.is_dir() or (self.folder / "settings.json").exists():
             return
-        # A command may have been killed before it had written its settings
+        # A command may have been killed before it wrote its settings
         others = {path.name for path in self.folder.iterdir()} - {LOCK, ".settings.json.unfinished"}
         if others:
             raise SettingsError(
@@ -305,7 +305,7 @@ class Store(RunFolder[Run, Tables]):
     def run_folder(self, run: Run) -> Path:
         """
         :param run: run of the comparison
-        :return: where its tables go
+        :return: folder of its tables
         """
         return self._run_folder(*run.key)
 
@@ -321,7 +321,7 @@ class Store(RunFolder[Run, Tables]):
 
     def write(self, run: Run, result: Tables) -> None:
         """
-        Keep a finished run. Its folder gets its name when it is complete.
+        Store a finished run. Its folder gets its name when it is complete.
 
         :param run: run of the comparison
         :param result: its tables
@@ -342,7 +342,7 @@ class Store(RunFolder[Run, Tables]):
                     "checksums": {path.name: _checksum(path) for path in unfinished.iterdir()},
                 }
                 (unfinished / "run.json").write_text(json.dumps(about, indent=2), encoding="utf-8")
-                # mkdtemp makes it readable for nobody else
+                # mkdtemp makes it readable only for the owner
                 unfinished.chmod(0o755)
                 unfinished.rename(place)
             except BaseException:
@@ -352,7 +352,7 @@ class Store(RunFolder[Run, Tables]):
 
     def remove_damaged(self) -> None:
         """
-        Remove runs of which a file is missing or can't be read, so that they are made again, and
+        Remove runs with a file that is missing or can't be read, so that they are made again, and
         name the file on the standard error stream.
         """
         for folder in sorted(self.folder.glob("runs/*/*/seed-*")):
@@ -365,7 +365,7 @@ class Store(RunFolder[Run, Tables]):
     def _damage(self, folder: Path) -> str | None:
         """
         :param folder: folder of a run
-        :return: what is wrong with it, with the name of the file; None if nothing is
+        :return: description of the damage, with the name of the file; None if there is none
         """
         path = folder / "run.json"
         try:
@@ -380,7 +380,7 @@ class Store(RunFolder[Run, Tables]):
         except FileNotFoundError:
             return f"{path} is missing"
         except Exception as error:
-            # Damage shows itself in errors of all kinds
+            # Damaged files raise errors of all kinds
             return f"can't read {path}: {type(error).__name__}: {error}".splitlines()[0]
         return None
 
@@ -388,8 +388,8 @@ class Store(RunFolder[Run, Tables]):
 
     def merge_tables(self) -> None:
         """
-        Write the tables of all finished runs that the settings have, one file a kind, by
-        environment, agent, seed.
+        Write the tables of all finished runs in the settings, one file per kind, by environment,
+        agent, seed.
         """
         settings = self.settings()
         finished = [
@@ -439,7 +439,7 @@ def _misfit(value: Any, form: Any, where: str = "") -> str | None:
     :param value: value read from a file
     :param form: form that it should have, as :data:`FORM`
     :param where: its place in the file
-    :return: what is wrong with it; None if nothing is
+    :return: description of the first mismatch; None if there is none
     """
     kind = type(form) if isinstance(form, dict | list) else form
     if not isinstance(value, kind) or (isinstance(value, bool) and form is not object):
@@ -460,8 +460,8 @@ def _misfit(value: Any, form: Any, where: str = "") -> str | None:
 def file_name(name: str) -> str:
     """
     :param name: name of an environment or an agent
-    :return: one for files, another for each name. A plus stands for a slash, since no id of
-        Gymnasium has one; where other characters had to go, a checksum keeps names apart.
+    :return: name for files, different for each name. A plus replaces a slash, since no id of
+        Gymnasium contains one; if other characters are replaced, a checksum keeps names distinct.
     """
     wanted = name.replace("/", "+")
     plain = re.sub(r"[^A-Za-z0-9._=+-]+", "-", wanted).strip("-.")[:LONGEST_NAME]
@@ -471,7 +471,7 @@ def file_name(name: str) -> str:
 
 
 def _differences(where: str, there: Mapping[str, Any], now: Mapping[str, Any]) -> Sequence[str]:
-    # Through JSON, which has no tuples
+    # By JSON, which has no tuples
     there, now = json.loads(json.dumps(there)), json.loads(json.dumps(now))
     return [
         f"{where}: {key} {there.get(key, 'not given')!r} there, {now.get(key, 'not given')!r} now"

@@ -1,4 +1,4 @@
-"""How all pictures look: one style, one color for each agent, readable by the color-blind."""
+"""Style of all pictures: one color per agent, readable by color-blind readers."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +22,7 @@ __all__ = [
     "style",
 ]
 
-#: Okabe and Ito's palette, which the color-blind can tell apart, blue and vermillion first
+#: Okabe and Ito's palette for color-blind readers, blue and vermillion first
 COLORS = (
     "#0072B2",
     "#D55E00",
@@ -34,7 +34,7 @@ COLORS = (
     "#F0E442",
 )
 
-#: What is stored in the buffer, beside what is replayed
+#: Color of stored transitions, beside replayed ones
 STORED = "#8A8A8A"
 
 STYLE: Any = {
@@ -61,7 +61,7 @@ STYLE: Any = {
 
 @contextmanager
 def style() -> Iterator[None]:
-    """Draw in the style of this package, inside the ``with`` block."""
+    """Use the style of this package inside the ``with`` block."""
     with mpl.rc_context():
         mpl.rcdefaults()
         mpl.rcParams.update(STYLE)
@@ -79,15 +79,15 @@ def agent_colors(agents: Sequence[str]) -> dict[str, str]:
 def agent_map(color: str) -> Colormap:
     """
     :param color: color of an agent
-    :return: shades of it, from white for nothing
+    :return: shades of the color, from white for zero
     """
     return LinearSegmentedColormap.from_list("agent", ["#FFFFFF", color])
 
 
 def luminance(color: Sequence[float]) -> float:
     """
-    :param color: red, green, blue, each in ``[0, 1]``; what follows is ignored
-    :return: how bright it looks, in ``[0, 1]`` (ITU-R BT.601)
+    :param color: red, green, blue, each in ``[0, 1]``; further values are ignored
+    :return: perceived brightness in ``[0, 1]`` (ITU-R BT.601)
     """
     red, green, blue = color[:3]
     return 0.299 * red + 0.587 * green + 0.114 * blue

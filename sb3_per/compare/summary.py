@@ -80,7 +80,7 @@ MEASURES = {
 @dataclass(frozen=True)
 class Comparison:
     """
-    The tables of a comparison, and what is needed to read them.
+    The tables of a comparison with its settings.
 
     :param tables: tables of all finished runs
     :param settings: content of ``settings.json``
@@ -107,7 +107,7 @@ class Comparison:
         """
         :param table: name of a table
         :param env_id: id of the environment
-        :param agent: name of the only agent whose rows are wanted; all by default
+        :param agent: name of an agent, to select its rows; all agents by default
         :return: its rows
         """
         rows = self.tables[table]
@@ -141,8 +141,8 @@ class Comparison:
     def budget(self, env_id: str) -> int:
         """
         :param env_id: id of the environment
-        :return: environment steps of each run: ``n_timesteps``, rounded up to what is collected
-            between two updates
+        :return: number of environment steps of each run: ``n_timesteps``, rounded up to a multiple
+            of the steps between two updates
         """
         return int(self.of("runs", env_id)["steps"].max())
 
@@ -150,7 +150,7 @@ class Comparison:
         """
         :param env_id: id of an environment that has a threshold
         :param agent: name of the agent
-        :return: when each run got to the threshold, by seed
+        :return: time to the threshold of each run, by seed
         """
         threshold = self.threshold(env_id)
         assert threshold is not None
@@ -253,7 +253,7 @@ def format_estimate(measure: str, estimate: Estimate, n_runs: int) -> str:
     :param measure: key of :data:`MEASURES`
     :param estimate: its value
     :param n_runs: number of runs behind it
-    :return: value and interval for people; a threshold not reached is called so
+    :return: value and interval as text; infinity is "not reached"
 
     >>> format_estimate("steps_to_threshold", Estimate(1500.0, 1200.0, float("inf")), 10)
     '1,500 [1,200, not reached]'

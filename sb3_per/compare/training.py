@@ -1,4 +1,4 @@
-"""One run of a comparison: train an agent, and keep what tables and pictures need."""
+"""One run of a comparison: train an agent, and collect the data of tables and pictures."""
 
 import time
 from collections.abc import Sequence
@@ -42,14 +42,14 @@ __all__ = [
     "try_out",
 ]
 
-#: Of the evaluation environments, out of the way of the seeds of runs. All agents and all
-#: evaluations meet the same episodes.
+#: Seed of the evaluation environments, different from the seeds of runs. All agents and all
+#: evaluations have the same episodes.
 EVALUATION_SEED = 1_000_000
 
-#: Kept of every snapshot, in percent
+#: Quantiles of every snapshot, in percent
 QUANTILES = (0, 5, 25, 50, 75, 95, 100)
 
-#: One file of each kind comes from every run
+#: Tables of a run, each of which is a file
 TABLES = ("runs", "episodes", "evaluations", "snapshots", "transitions")
 
 #: Single precision where there are very many numbers, and pictures are made of them
@@ -72,17 +72,17 @@ Tables = dict[str, pd.DataFrame]
 @dataclass(frozen=True)
 class Run:
     """
-    What to train, and what to look at.
+    Description of a run.
 
     :param env_id: full Gymnasium id
     :param agent: name of the agent, as :func:`~sb3_per.compare.agents.parse_agent` reads it
     :param seed: seed of the training environments and of the agent
-    :param hyperparams: checked ones, the same for all agents
-    :param n_evals: greedy evaluations along the run, besides the one before it
-    :param eval_episodes: episodes of each
-    :param snapshot_episodes: finished episodes after which to look into the buffer
-    :param n_snapshots: looks along the run
-    :param max_transitions: largest number of transitions in each look
+    :param hyperparams: checked hyperparameters, the same for all agents
+    :param n_evals: number of greedy evaluations along the run, besides the one before it
+    :param eval_episodes: number of episodes of each evaluation
+    :param snapshot_episodes: numbers of finished episodes with a snapshot of the buffer
+    :param n_snapshots: number of snapshots along the run
+    :param max_transitions: largest number of transitions in each snapshot
     :param device: PyTorch device
     """
 
@@ -99,7 +99,7 @@ class Run:
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """Environment, agent and seed: what tells the runs of a comparison apart."""
+        """Environment, agent and seed, which identify a run of a comparison."""
         return self.env_id, self.agent, self.seed
 
     @property
@@ -112,13 +112,13 @@ def make_env(env_id: str, hyperparams: Hyperparams, n_envs: int, seed: int) -> V
     """
     :param env_id: full Gymnasium id
     :param hyperparams: hyperparameters; those of the environment apply
-    :param n_envs: number of copies
-    :param seed: seed of the first; the others count up from it
-    :return: the environments, each with SB3's Monitor, and nothing left for SB3 to put around them
+    :param n_envs: number of parallel environments
+    :param seed: seed of the first environment; the others count up from it
+    :return: the environments, each with SB3's Monitor, with all wrappers that SB3 would add
     """
     env_kwargs = options_of(hyperparams.get("env_kwargs", {}))
     env = make_vec_env(
-        # Not the id itself: then SB3 asks for images that nobody looks at
+        # Not the id itself: then SB3 would render images that are not used
         lambda: gym.make(env_id, **env_kwargs),
         n_envs,
         seed,
@@ -128,7 +128,7 @@ def make_env(env_id: str, hyperparams: Hyperparams, n_envs: int, seed: int) -> V
         env = VecFrameStack(env, hyperparams["frame_stack"])
     if _has_channels_last(env.observation_space):
         env = VecTransposeImage(env)
-    # Around all others: what SB3 stores is the observation that VecNormalize gets
+    # Outside of all others: SB3 stores the observation that VecNormalize gets
     normalize = hyperparams.get("normalize", False)
     if normalize:
         options = {} if normalize is True else options_of(normalize)
@@ -152,8 +152,8 @@ def try_out(
     env_id: str, hyperparams: Hyperparams, agents: Sequence[Agent], seed: int, device: str
 ) -> None:
     """
-    Make the environments and the agents of some runs once, so that what can't be made is known
-    before the first run.
+    Create the environments and the agents of some runs once, so that errors are reported before the
+    first run.
 
     :param env_id: full Gymnasium id
     :param hyperparams: checked ones, the same for all agents
@@ -178,7 +178,7 @@ class EpisodeRecorder(BaseCallback):
 
     def __init__(self) -> None:
         super().__init__()
-        #: Environment steps at its end, reward, length
+        #: Environment steps at the end of each episode, its reward, its length
         self.episodes: list[tuple[int, float, int]] = []
 
     def _on_step(self) -> bool:
@@ -191,13 +191,13 @@ class EpisodeRecorder(BaseCallback):
 
 class GreedyEvaluation(BaseCallback):
     """
-    Play greedily before, along and after training, always the same episodes.
+    Evaluate greedily before, along and after training, always on the same episodes.
 
-    Training continues as if nothing had happened: greedy actions take no random number, and the
-    environments have their own.
+    Training is not affected: greedy actions draw no random number, and the evaluation environments
+    have separate generators.
 
-    :param env: as many environments as there are episodes, normalized like those of training
-    :param freq: environment steps from one evaluation to the next
+    :param env: one environment per episode, normalized like those of training
+    :param freq: number of environment steps between two evaluations
     """
 
     def __init__(self, env: VecEnv, freq: int) -> None:
@@ -246,14 +246,13 @@ def _evaluation_env(run: Run) -> VecEnv:
 
 def train(run: Run) -> Tables:
     """
-    Train one agent once. The same run gives the same numbers, in whichever process and after
-    whatever else.
+    Train one agent once. The same run gives the same numbers, in any process.
 
     :param run: run to make
     :return: its tables
     """
     threads = th.get_num_threads()
-    # Networks of this size are slower on several, above all beside other runs
+    # Networks of this size are slower with several threads, above all beside other runs
     th.set_num_threads(1)
     try:
         return _train(run)
@@ -319,7 +318,7 @@ def _episode_table(recorder: EpisodeRecorder) -> pd.DataFrame:
 @dataclass(frozen=True)
 class Cells:
     """
-    Environments whose observation is one of a few places.
+    Places of environments whose observation is one of a few places.
 
     :param n: number of places, 0 if the environment has none
     :param form: form of the observation: ``"discrete"``, ``"one_hot"``, ``"position"``
@@ -394,7 +393,7 @@ def _transition_table(snapshots: list[ReplaySnapshot], cells: Cells) -> pd.DataF
     """
     :param snapshots: snapshots; those for numbers of episodes are kept in full
     :param cells: places of the environment
-    :return: one row for each transition looked at
+    :return: one row for each transition of the snapshots
     """
     parts = []
     for number, snapshot in enumerate(snapshots):

@@ -32,36 +32,36 @@ class PERDQN(CompiledOffPolicyAlgorithm, DQN):
     Paper: https://arxiv.org/abs/1511.05952 (Schaul et al. 2016, algorithm 1)
 
     Takes every argument of SB3's ``DQN``, in the same order and with the same meaning; the options
-    of prioritized replay come after them, by name. One thing differs from ``DQN``: transitions
-    are drawn by how large their TD error was, and weigh accordingly in the loss.
+    of prioritized replay come after them, by name. The difference to ``DQN``: transitions are
+    drawn by the size of their last TD error, and weighted in the loss to correct for it.
 
     The options are attributes of the model, and can be set at any time: ``train`` applies them to
     the replay buffer. A TD error that is NaN or infinite stops training with an error, before the
     networks have changed.
 
-    :param policy: The policy model to use (MlpPolicy, CnnPolicy, ...)
-    :param env: The environment to learn from (if registered in Gym, can be str)
-    :param learning_rate: The learning rate, it can be a function of the current progress remaining
+    :param policy: the policy model to use (MlpPolicy, CnnPolicy, ...)
+    :param env: the environment to learn from (if registered in Gym, can be str)
+    :param learning_rate: the learning rate, it can be a function of the current progress remaining
         (from 1 to 0). The paper uses a quarter of DQN's on Atari.
     :param buffer_size: maximum number of transitions in the replay buffer, over all environments
-    :param learning_starts: how many steps to collect transitions for before learning starts
+    :param learning_starts: number of environment steps before learning starts
     :param batch_size: number of transitions for each gradient step
     :param tau: the soft update coefficient ("Polyak update", between 0 and 1), 1 for hard update
     :param gamma: the discount factor
     :param train_freq: update the model every ``train_freq`` steps, or a tuple of frequency and
         unit like ``(5, "step")`` or ``(2, "episode")``
-    :param gradient_steps: how many gradient steps to do after each rollout, ``-1`` for as many as
-        transitions were collected
+    :param gradient_steps: number of gradient steps after each rollout, ``-1`` for the number of
+        transitions collected
     :param replay_buffer_class: a prioritized buffer of this package, or a class derived from one.
-        A class of SB3's (``ReplayBuffer``, ``DictReplayBuffer``, ``NStepReplayBuffer``,
-        ``HerReplayBuffer``) stands for its prioritized counterpart; None chooses by the
-        observations.
-    :param replay_buffer_kwargs: further arguments for the replay buffer; the options of this class
-        can't be changed by them
+        One of SB3's classes (``ReplayBuffer``, ``DictReplayBuffer``, ``NStepReplayBuffer``,
+        ``HerReplayBuffer``) selects its prioritized counterpart; None selects by the observation
+        space.
+    :param replay_buffer_kwargs: further keyword arguments for the replay buffer; they can't
+        override the options of this class
     :param optimize_memory_usage: store each observation once instead of twice; needs
         ``replay_buffer_kwargs={"handle_timeout_termination": False}``, as in SB3
-    :param n_steps: length of the n-step returns, for ``Dict`` observations, too
-    :param target_update_interval: update the target network every so many environment steps
+    :param n_steps: length of the n-step returns, also with ``Dict`` observations
+    :param target_update_interval: number of environment steps between updates of the target network
     :param exploration_fraction: fraction of training over which the exploration rate is reduced
     :param exploration_initial_eps: initial value of random action probability
     :param exploration_final_eps: final value of random action probability
@@ -70,43 +70,43 @@ class PERDQN(CompiledOffPolicyAlgorithm, DQN):
     :param tensorboard_log: the log location for tensorboard (if None, no logging)
     :param policy_kwargs: additional arguments to be passed to the policy on creation
     :param verbose: 0 for no output, 1 for info messages, 2 for debug messages
-    :param seed: seed for the pseudo random generators; decides the draws from the buffer, too
+    :param seed: seed for the pseudo random generators, also for the draws from the buffer
     :param device: device (cpu, cuda, ...) on which the code should be run
     :param _init_setup_model: whether or not to build the network at the creation of the instance
-    :param alpha: how much priorities count: 0 draws uniformly, 1 in proportion to the TD errors;
-        at least 0
+    :param alpha: strength of the prioritization: 0 draws uniformly, 1 in proportion to the TD
+        errors; at least 0
     :param beta: strength of the importance-sampling correction when training starts, in
-        ``[0, 1]``; or a schedule of it, a function of the progress remaining (from 1 to 0), in
-        which case ``beta_final`` and ``beta_fraction`` have no effect
+        ``[0, 1]``; or a schedule, a function of the progress remaining (from 1 to 0), in which case
+        ``beta_final`` and ``beta_fraction`` have no effect
     :param beta_final: strength at the end of ``beta_fraction``, in ``[0, 1]``. In between it
         changes linearly; ``beta_final=beta`` keeps it constant.
     :param beta_fraction: fraction of training over which beta changes, in ``[0, 1]``
-    :param priority_eps: added to every absolute TD error before ``alpha`` applies, so that no
-        transition is lost for good; at least 0
+    :param priority_eps: constant added to every absolute TD error before ``alpha`` applies, so that
+        every transition can be drawn again; at least 0
     :param weight_normalization: divide the weights by the largest one of the ``"batch"`` or of the
-        whole ``"buffer"``. With the second, one very small priority among a million makes every
+        whole ``"buffer"``. With the latter, one very small priority among a million makes every
         update small, as if the learning rate were lower; ``per/weight_mean`` shows by how much.
-    :param double_q: choose the next action by the online network, value it by the target network
-        (van Hasselt et al. 2016)
+    :param double_q: whether to use double Q-learning: select the next action by the online network,
+        evaluate it by the target network (van Hasselt et al. 2016)
     :param loss: ``"huber"`` (smooth L1, as in DQN) or ``"mse"`` (squared error, not halved)
     :param prioritization: ``"proportional"``, draw in proportion to
         ``(|TD error| + eps) ** alpha``; or ``"rank"``, in proportion to ``(1 / rank) ** alpha``,
-        where rank 1 has the largest error (the paper has ``alpha=0.7``, ``beta=0.5`` for it)
-    :param initial_priority: of new transitions: ``"max"``, the largest that is stored, so that
+        where rank 1 has the largest error (the paper uses ``alpha=0.7``, ``beta=0.5`` for it)
+    :param initial_priority: priority of new transitions: ``"max"``, the largest stored one, so that
         each is replayed soon (Schaul et al. 2016, algorithm 1, line 6); or ``"td_error"``, that of
-        their own error under the networks of the next ``train``, which looks at each new
-        transition once. The latter can help where there are more new transitions than draws.
-    :param priority: what becomes the priority of a transition, in place of the absolute TD error:
+        their TD error, which the next ``train`` computes once for each new transition. The latter
+        can help when there are more new transitions than draws.
+    :param priority: priority function, whose value takes the place of the absolute TD error:
         ``"td_error"``, that error itself; ``"clipped"``, the larger one of it and 1 (LAP, Fujimoto
-        et al. 2020, with ``loss="huber", alpha=0.4, beta=0, beta_final=0``); ``"reducible"``, how
-        much smaller the loss of the target network is, at least 0 (ReLo, Sujit et al. 2023); or a
-        function of a :class:`~sb3_per.PriorityContext` that returns one number of at least 0 for
-        each transition. ``docs/priorities.md`` has more.
-    :param compiled: train small networks by compiled code: on the CPU, where the policy is
-        ``MlpPolicy`` as SB3 makes it (``nn.Linear`` with ReLU or Tanh, float32) and the optimizer
-        is Adam. The results are torch's up to float32 rounding, several times as fast. Anything
-        else is trained by torch, and so is everything with False. :attr:`uses_compiled_update`
-        says which it is, ``verbose=1`` why.
+        et al. 2020, with ``loss="huber", alpha=0.4, beta=0, beta_final=0``); ``"reducible"``, the
+        loss minus that of the target network, at least 0 (ReLo, Sujit et al. 2023); or a function
+        of a :class:`~sb3_per.PriorityContext` that returns one number of at least 0 for each
+        transition; see ``docs/priorities.md``
+    :param compiled: whether to train small networks by compiled code: on the CPU, if the policy is
+        SB3's ``MlpPolicy`` (``nn.Linear`` with ReLU or Tanh, float32) and the optimizer is Adam.
+        The results are those of torch up to float32 rounding, several times as fast. Other
+        models are trained by torch, and all models with False. :attr:`uses_compiled_update` tells
+        which of them is used, ``verbose=1`` prints the reason.
     :raises ValueError: if an option is out of its range, ``replay_buffer_class`` can't be used
         with priorities, ``replay_buffer_kwargs`` contradict an option, or the actions don't start
         at 0
@@ -215,13 +215,13 @@ class PERDQN(CompiledOffPolicyAlgorithm, DQN):
 
     def train(self, gradient_steps: int, batch_size: int = 100) -> None:
         """
-        Draw batches by priority, fit the Q-values to their targets and feed the TD errors back
+        Draw batches by priority, fit the Q-values to their targets and update the priorities
         (Schaul et al. 2016, algorithm 1, lines 8 to 15).
 
-        The lines are those of SB3's ``DQN.train`` (MIT license), with prioritized replay.
+        The code is that of SB3's ``DQN.train`` (MIT license), with prioritized replay.
 
-        :param gradient_steps: how many batches
-        :param batch_size: number of transitions in each
+        :param gradient_steps: number of gradient steps, each with a batch
+        :param batch_size: number of transitions in a batch
         """
         self._prepare_replay()
         if self._train_compiled(gradient_steps, batch_size):
@@ -239,8 +239,8 @@ class PERDQN(CompiledOffPolicyAlgorithm, DQN):
             # Get current Q-values estimates
             current_q_values = self._q_values_of(replay_data)
 
-            # Before the step, so that an error that is not finite stops training while the
-            # network is still whole
+            # Before the step, so that a TD error that is not finite stops training before the
+            # network changes
             context = self._context(replay_data, current_q_values, target_q_values)
             priorities = self._priorities_of(context)
             self.replay_buffer.update_priorities(replay_data.indices, priorities)
@@ -270,7 +270,7 @@ class PERDQN(CompiledOffPolicyAlgorithm, DQN):
     def _target_q_values(self, replay_data: PrioritizedReplayBufferSamples) -> th.Tensor:
         """
         :param replay_data: a batch
-        :return: what the Q-values should be, without gradient, shape ``(batch, 1)``
+        :return: targets of the Q-values, without gradient, shape ``(batch, 1)``
         """
         # For n-step replay, discount factor is gamma**n_steps (when no early termination)
         discounts = self.gamma if replay_data.discounts is None else replay_data.discounts
@@ -284,7 +284,7 @@ class PERDQN(CompiledOffPolicyAlgorithm, DQN):
             else:
                 # Follow greedy policy: use the one with the highest value
                 next_q_values = next_q_values.max(dim=1, keepdim=True).values
-            # What comes after a terminal state counts nothing, whatever the network says of it
+            # The value after a terminal state does not count, even if it is NaN
             future = th.where(replay_data.dones > 0.0, 0.0, discounts * next_q_values)
             return replay_data.rewards + future
 
@@ -312,7 +312,7 @@ class PERDQN(CompiledOffPolicyAlgorithm, DQN):
 
     def priority_context(self, batch: PrioritizedReplayBufferSamples) -> PriorityContext:
         """
-        What a priority function gets to see of a batch, under the networks as they are.
+        Context of a batch for a priority function, under the current networks.
 
         :param batch: transitions from the replay buffer
         :return: the context
@@ -322,7 +322,7 @@ class PERDQN(CompiledOffPolicyAlgorithm, DQN):
 
     def td_errors(self, batch: PrioritizedReplayBufferSamples) -> th.Tensor:
         """
-        TD errors of a batch under the networks as they are.
+        TD errors of a batch under the current networks.
 
         :param batch: transitions from the replay buffer
         :return: targets minus Q-values, shape ``(batch, 1)``
@@ -338,7 +338,7 @@ class PERDQN(CompiledOffPolicyAlgorithm, DQN):
         reset_num_timesteps: bool = True,
         progress_bar: bool = False,
     ) -> SelfPERDQN:
-        """As ``DQN.learn``, under a name of its own in TensorBoard."""
+        """As ``DQN.learn``, with another default name in TensorBoard."""
         return super().learn(
             total_timesteps=total_timesteps,
             callback=callback,

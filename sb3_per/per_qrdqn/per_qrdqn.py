@@ -34,40 +34,40 @@ class PERQRDQN(CompiledOffPolicyAlgorithm, QRDQN):
 
     Takes every argument of sb3-contrib's ``QRDQN``, in the same order and with the same meaning;
     the options of prioritized replay come after them, by name. They are those of
-    :class:`~sb3_per.PERDQN` without ``loss``: the quantile Huber loss is what makes this
-    algorithm. As there, they can be set on the model at any time, and a TD error that is NaN or
-    infinite stops training with an error, before the networks have changed.
+    :class:`~sb3_per.PERDQN` without ``loss``: the quantile Huber loss is part of this algorithm. As
+    there, they can be set on the model at any time, and a TD error that is NaN or infinite stops
+    training with an error, before the networks have changed.
 
-    The error that makes a priority is the 1-Wasserstein distance between the predicted and the
-    target distribution: the mean absolute TD error over pairs of quantiles of the same rank. It is
-    what quantile regression brings down (Dabney et al. 2018), it is the absolute TD error of DQN
-    where returns are certain, and zero where both distributions agree. The mean over *all* pairs
-    of quantiles is not zero then, as soon as returns are uncertain. ``docs/per_qrdqn.md`` compares
-    some rules.
+    Priorities come from the 1-Wasserstein distance between the predicted and the target
+    distribution: the mean absolute TD error over pairs of quantiles of the same rank. Quantile
+    regression minimizes this distance (Dabney et al. 2018); it equals the absolute TD error of DQN
+    when returns are deterministic, and is zero when both distributions agree. The mean over *all*
+    pairs of quantiles is not zero then, unless returns are deterministic. ``docs/per_qrdqn.md``
+    compares several priorities.
 
-    :param policy: The policy model to use (MlpPolicy, CnnPolicy, ...)
-    :param env: The environment to learn from (if registered in Gym, can be str)
-    :param learning_rate: The learning rate, it can be a function of the current progress remaining
+    :param policy: the policy model to use (MlpPolicy, CnnPolicy, ...)
+    :param env: the environment to learn from (if registered in Gym, can be str)
+    :param learning_rate: the learning rate, it can be a function of the current progress remaining
         (from 1 to 0)
     :param buffer_size: maximum number of transitions in the replay buffer, over all environments
-    :param learning_starts: how many steps to collect transitions for before learning starts
+    :param learning_starts: number of environment steps before learning starts
     :param batch_size: number of transitions for each gradient step
     :param tau: the soft update coefficient ("Polyak update", between 0 and 1), 1 for hard update
     :param gamma: the discount factor
     :param train_freq: update the model every ``train_freq`` steps, or a tuple of frequency and
         unit like ``(5, "step")`` or ``(2, "episode")``
-    :param gradient_steps: how many gradient steps to do after each rollout, ``-1`` for as many as
-        transitions were collected
+    :param gradient_steps: number of gradient steps after each rollout, ``-1`` for the number of
+        transitions collected
     :param replay_buffer_class: a prioritized buffer of this package, or a class derived from one.
-        A class of SB3's (``ReplayBuffer``, ``DictReplayBuffer``, ``NStepReplayBuffer``,
-        ``HerReplayBuffer``) stands for its prioritized counterpart; None chooses by the
-        observations.
-    :param replay_buffer_kwargs: further arguments for the replay buffer; the options of this class
-        can't be changed by them
+        One of SB3's classes (``ReplayBuffer``, ``DictReplayBuffer``, ``NStepReplayBuffer``,
+        ``HerReplayBuffer``) selects its prioritized counterpart; None selects by the observation
+        space.
+    :param replay_buffer_kwargs: further keyword arguments for the replay buffer; they can't
+        override the options of this class
     :param optimize_memory_usage: store each observation once instead of twice; needs
         ``replay_buffer_kwargs={"handle_timeout_termination": False}``, as in SB3
-    :param n_steps: length of the n-step returns, for ``Dict`` observations, too
-    :param target_update_interval: update the target network every so many environment steps
+    :param n_steps: length of the n-step returns, also with ``Dict`` observations
+    :param target_update_interval: number of environment steps between updates of the target network
     :param exploration_fraction: fraction of training over which the exploration rate is reduced
     :param exploration_initial_eps: initial value of random action probability
     :param exploration_final_eps: final value of random action probability
@@ -77,39 +77,39 @@ class PERQRDQN(CompiledOffPolicyAlgorithm, QRDQN):
     :param policy_kwargs: additional arguments to be passed to the policy on creation;
         ``n_quantiles`` (200 by default) among them
     :param verbose: 0 for no output, 1 for info messages, 2 for debug messages
-    :param seed: seed for the pseudo random generators; decides the draws from the buffer, too
+    :param seed: seed for the pseudo random generators, also for the draws from the buffer
     :param device: device (cpu, cuda, ...) on which the code should be run
     :param _init_setup_model: whether or not to build the network at the creation of the instance
-    :param alpha: how much priorities count: 0 draws uniformly, 1 in proportion to the TD errors;
-        at least 0
+    :param alpha: strength of the prioritization: 0 draws uniformly, 1 in proportion to the TD
+        errors; at least 0
     :param beta: strength of the importance-sampling correction when training starts, in
-        ``[0, 1]``; or a schedule of it, a function of the progress remaining (from 1 to 0), in
-        which case ``beta_final`` and ``beta_fraction`` have no effect
+        ``[0, 1]``; or a schedule, a function of the progress remaining (from 1 to 0), in which case
+        ``beta_final`` and ``beta_fraction`` have no effect
     :param beta_final: strength at the end of ``beta_fraction``, in ``[0, 1]``. In between it
         changes linearly; ``beta_final=beta`` keeps it constant.
     :param beta_fraction: fraction of training over which beta changes, in ``[0, 1]``
-    :param priority_eps: added to every absolute TD error before ``alpha`` applies, so that no
-        transition is lost for good; at least 0
+    :param priority_eps: constant added to every absolute TD error before ``alpha`` applies, so that
+        every transition can be drawn again; at least 0
     :param weight_normalization: divide the weights by the largest one of the ``"batch"`` or of the
         whole ``"buffer"``
-    :param double_q: choose the next action by the online network, take its quantiles from the
-        target network (van Hasselt et al. 2016)
+    :param double_q: whether to use double Q-learning: select the next action by the online network,
+        take its quantiles from the target network (van Hasselt et al. 2016)
     :param prioritization: ``"proportional"``, draw in proportion to
         ``(|TD error| + eps) ** alpha``; or ``"rank"``, in proportion to ``(1 / rank) ** alpha``,
-        where rank 1 has the largest error (Schaul et al. have ``alpha=0.7``, ``beta=0.5`` for it)
-    :param initial_priority: of new transitions: ``"max"``, the largest that is stored, so that
+        where rank 1 has the largest error (Schaul et al. use ``alpha=0.7``, ``beta=0.5`` for it)
+    :param initial_priority: priority of new transitions: ``"max"``, the largest stored one, so that
         each is replayed soon (Schaul et al. 2016, algorithm 1, line 6); or ``"td_error"``, that of
-        their own error under the networks of the next ``train``, which looks at each new
-        transition once. The latter can help where there are more new transitions than draws.
-    :param priority: what becomes the priority of a transition, in place of that distance: a name or
-        a function, as in :class:`~sb3_per.PERDQN`. ``"clipped"`` is the larger one of the distance
+        their TD error, which the next ``train`` computes once for each new transition. The latter
+        can help when there are more new transitions than draws.
+    :param priority: priority function, whose value takes the place of that distance: a name or a
+        function, as in :class:`~sb3_per.PERDQN`. ``"clipped"`` is the larger one of the distance
         and 1, ``"reducible"`` compares quantile Huber losses. The quantiles and their targets are
         ``estimates`` and ``targets`` of the :class:`~sb3_per.PriorityContext`.
-    :param compiled: train small networks by compiled code: on the CPU, where the policy is
-        ``MlpPolicy`` as SB3 makes it (``nn.Linear`` with ReLU or Tanh, float32) and the optimizer
-        is Adam. The results are torch's up to float32 rounding, several times as fast. Anything
-        else is trained by torch, and so is everything with False. :attr:`uses_compiled_update`
-        says which it is, ``verbose=1`` why.
+    :param compiled: whether to train small networks by compiled code: on the CPU, if the policy is
+        SB3's ``MlpPolicy`` (``nn.Linear`` with ReLU or Tanh, float32) and the optimizer is Adam.
+        The results are those of torch up to float32 rounding, several times as fast. Other
+        models are trained by torch, and all models with False. :attr:`uses_compiled_update` tells
+        which of them is used, ``verbose=1`` prints the reason.
     :raises ValueError: if an option is out of its range, ``replay_buffer_class`` can't be used
         with priorities, ``replay_buffer_kwargs`` contradict an option, or the actions don't start
         at 0
@@ -212,13 +212,13 @@ class PERQRDQN(CompiledOffPolicyAlgorithm, QRDQN):
 
     def train(self, gradient_steps: int, batch_size: int = 100) -> None:
         """
-        Draw batches by priority, fit the quantiles to their targets and feed the TD errors back
+        Draw batches by priority, fit the quantiles to their targets and update the priorities
         (Dabney et al. 2018, algorithm 1, within Schaul et al. 2016, algorithm 1).
 
-        The lines are those of sb3-contrib's ``QRDQN.train`` (MIT license), with prioritized replay.
+        The code is that of sb3-contrib's ``QRDQN.train`` (MIT license), with prioritized replay.
 
-        :param gradient_steps: how many batches
-        :param batch_size: number of transitions in each
+        :param gradient_steps: number of gradient steps, each with a batch
+        :param batch_size: number of transitions in a batch
         """
         self._prepare_replay()
         if self._train_compiled(gradient_steps, batch_size):
@@ -236,15 +236,15 @@ class PERQRDQN(CompiledOffPolicyAlgorithm, QRDQN):
             # Get current quantile estimates
             current_quantiles = self._quantiles_of(replay_data)
 
-            # Before the step, so that an error that is not finite stops training while the
-            # network is still whole
+            # Before the step, so that a TD error that is not finite stops training before the
+            # network changes
             context = self._context(replay_data, current_quantiles, target_quantiles)
             priorities = self._priorities_of(context)
             self.replay_buffer.update_priorities(replay_data.indices, priorities)
             errors.append(context.td_errors)
             weights.append(replay_data.weights)
 
-            # A row for each transition, a column for each target quantile
+            # Row: transition, column: target quantile
             quantile_losses = quantile_huber_loss(current_quantiles, target_quantiles)
             loss = (replay_data.weights * quantile_losses).mean()
             losses.append(loss.item())
@@ -268,7 +268,7 @@ class PERQRDQN(CompiledOffPolicyAlgorithm, QRDQN):
     def _target_quantiles(self, replay_data: PrioritizedReplayBufferSamples) -> th.Tensor:
         """
         :param replay_data: a batch
-        :return: quantiles of what the returns should be, without gradient, shape
+        :return: target quantiles of the returns, without gradient, shape
             ``(batch, n_quantiles)``
         """
         # For n-step replay, discount factor is gamma**n_steps (when no early termination)
@@ -284,7 +284,7 @@ class PERQRDQN(CompiledOffPolicyAlgorithm, QRDQN):
             # Follow greedy policy: the mean of its quantiles is the value of an action
             next_actions = chooser.mean(dim=1).argmax(dim=1, keepdim=True)
             next_quantiles = _of_actions(next_quantiles, next_actions)
-            # What comes after a terminal state counts nothing, whatever the network says of it
+            # The value after a terminal state does not count, even if it is NaN
             future = th.where(replay_data.dones > 0.0, 0.0, discounts * next_quantiles)
             return replay_data.rewards + future
 
@@ -311,7 +311,7 @@ class PERQRDQN(CompiledOffPolicyAlgorithm, QRDQN):
 
     def priority_context(self, batch: PrioritizedReplayBufferSamples) -> PriorityContext:
         """
-        What a priority function gets to see of a batch, under the networks as they are.
+        Context of a batch for a priority function, under the current networks.
 
         :param batch: transitions from the replay buffer
         :return: the context
@@ -321,7 +321,7 @@ class PERQRDQN(CompiledOffPolicyAlgorithm, QRDQN):
 
     def td_errors(self, batch: PrioritizedReplayBufferSamples) -> th.Tensor:
         """
-        TD errors of a batch under the networks as they are.
+        TD errors of a batch under the current networks.
 
         :param batch: transitions from the replay buffer
         :return: :func:`wasserstein_distance` of estimates and targets, shape ``(batch, 1)``
@@ -337,7 +337,7 @@ class PERQRDQN(CompiledOffPolicyAlgorithm, QRDQN):
         reset_num_timesteps: bool = True,
         progress_bar: bool = False,
     ) -> SelfPERQRDQN:
-        """As ``QRDQN.learn``, under a name of its own in TensorBoard."""
+        """As ``QRDQN.learn``, with another default name in TensorBoard."""
         return super().learn(
             total_timesteps=total_timesteps,
             callback=callback,
@@ -350,11 +350,11 @@ class PERQRDQN(CompiledOffPolicyAlgorithm, QRDQN):
 
 def wasserstein_distance(quantiles: th.Tensor, targets: th.Tensor) -> th.Tensor:
     """
-    1-Wasserstein distance of two distributions with as many quantiles each (Dabney et al. 2018,
-    section 3.1).
+    1-Wasserstein distance of two distributions with the same number of quantiles (Dabney et al.
+    2018, section 3.1).
 
-    :param quantiles: in any order, shape ``(batch, n_quantiles)``
-    :param targets: in any order, same shape
+    :param quantiles: quantiles in any order, shape ``(batch, n_quantiles)``
+    :param targets: target quantiles in any order, same shape
     :return: mean absolute difference of quantiles of the same rank, shape ``(batch, 1)``
     """
     differences = targets.sort(dim=1).values - quantiles.sort(dim=1).values
@@ -363,8 +363,8 @@ def wasserstein_distance(quantiles: th.Tensor, targets: th.Tensor) -> th.Tensor:
 
 def _of_actions(quantiles: th.Tensor, actions: th.Tensor) -> th.Tensor:
     """
-    :param quantiles: of all actions, shape ``(batch, n_quantiles, n_actions)``
-    :param actions: one for each row, shape ``(batch, 1)``
+    :param quantiles: quantiles of all actions, shape ``(batch, n_quantiles, n_actions)``
+    :param actions: one action for each row, shape ``(batch, 1)``
     :return: quantiles of these actions, shape ``(batch, n_quantiles)``
     """
     index = actions.long()[:, :, None].expand(-1, quantiles.shape[1], 1)

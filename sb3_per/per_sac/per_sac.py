@@ -31,79 +31,79 @@ class PERSAC(PrioritizedOffPolicyAlgorithm, SAC):
     https://arxiv.org/abs/1511.05952 (Schaul et al. 2016, algorithm 1)
 
     Takes every argument of SB3's ``SAC``, in the same order and with the same meaning; the options
-    of prioritized replay come after them, by name. Transitions are drawn by how large their TD
-    error was, and weigh accordingly in the loss of the critics; the losses of the actor and of the
-    entropy coefficient are those of SAC.
+    of prioritized replay come after them, by name. Transitions are drawn by the size of their last
+    TD error, and weighted in the loss of the critics to correct for it; the losses of the actor and
+    of the entropy coefficient are those of SAC.
 
     The options are attributes of the model, and can be set at any time: ``train`` applies them to
     the replay buffer. A TD error that is NaN or infinite stops training with an error, before
     a network or the entropy coefficient has changed.
 
-    :param policy: The policy model to use (MlpPolicy, CnnPolicy, ...)
-    :param env: The environment to learn from (if registered in Gym, can be str)
+    :param policy: the policy model to use (MlpPolicy, CnnPolicy, ...)
+    :param env: the environment to learn from (if registered in Gym, can be str)
     :param learning_rate: learning rate of all networks, it can be a function of the current
         progress remaining (from 1 to 0)
     :param buffer_size: maximum number of transitions in the replay buffer, over all environments
-    :param learning_starts: how many steps to collect transitions for before learning starts
+    :param learning_starts: number of environment steps before learning starts
     :param batch_size: number of transitions for each gradient step
     :param tau: the soft update coefficient ("Polyak update", between 0 and 1)
     :param gamma: the discount factor
     :param train_freq: update the model every ``train_freq`` steps, or a tuple of frequency and
         unit like ``(5, "step")`` or ``(2, "episode")``
-    :param gradient_steps: how many gradient steps to do after each rollout, ``-1`` for as many as
-        transitions were collected
-    :param action_noise: noise added to actions during training, None for none
+    :param gradient_steps: number of gradient steps after each rollout, ``-1`` for the number of
+        transitions collected
+    :param action_noise: noise added to the actions during training; None for no noise
     :param replay_buffer_class: a prioritized buffer of this package, or a class derived from one.
-        A class of SB3's (``ReplayBuffer``, ``DictReplayBuffer``, ``NStepReplayBuffer``,
-        ``HerReplayBuffer``) stands for its prioritized counterpart; None chooses by the
-        observations.
-    :param replay_buffer_kwargs: further arguments for the replay buffer; the options of this class
-        can't be changed by them
+        One of SB3's classes (``ReplayBuffer``, ``DictReplayBuffer``, ``NStepReplayBuffer``,
+        ``HerReplayBuffer``) selects its prioritized counterpart; None selects by the observation
+        space.
+    :param replay_buffer_kwargs: further keyword arguments for the replay buffer; they can't
+        override the options of this class
     :param optimize_memory_usage: store each observation once instead of twice; needs
         ``replay_buffer_kwargs={"handle_timeout_termination": False}``, as in SB3
-    :param n_steps: length of the n-step returns, for ``Dict`` observations, too
-    :param ent_coef: entropy coefficient; ``"auto"`` learns it, ``"auto_0.1"`` does so from 0.1 on
-    :param target_update_interval: update the target network every so many gradient steps
-    :param target_entropy: what the entropy should be when ``ent_coef`` is learned
-    :param use_sde: explore by generalized State-Dependent Exploration (gSDE)
-    :param sde_sample_freq: sample a new noise matrix every so many steps when using gSDE; -1 for
-        the beginning of a rollout alone
-    :param use_sde_at_warmup: use gSDE before learning starts, too
+    :param n_steps: length of the n-step returns, also with ``Dict`` observations
+    :param ent_coef: entropy coefficient; ``"auto"`` learns it, ``"auto_0.1"`` starts at 0.1
+    :param target_update_interval: number of gradient steps between updates of the target network
+    :param target_entropy: target entropy when ``ent_coef`` is learned
+    :param use_sde: whether to use generalized State-Dependent Exploration (gSDE)
+    :param sde_sample_freq: number of steps between samples of the noise matrix when using gSDE; -1
+        to sample only at the beginning of the rollout
+    :param use_sde_at_warmup: whether to use gSDE before learning starts, too
     :param stats_window_size: number of episodes over which the logged rollout values are averaged
     :param tensorboard_log: the log location for tensorboard (if None, no logging)
     :param policy_kwargs: additional arguments to be passed to the policy on creation
     :param verbose: 0 for no output, 1 for info messages, 2 for debug messages
-    :param seed: seed for the pseudo random generators; decides the draws from the buffer, too
+    :param seed: seed for the pseudo random generators, also for the draws from the buffer
     :param device: device (cpu, cuda, ...) on which the code should be run
     :param _init_setup_model: whether or not to build the network at the creation of the instance
-    :param alpha: how much priorities count: 0 draws uniformly, 1 in proportion to the TD errors;
-        at least 0
+    :param alpha: strength of the prioritization: 0 draws uniformly, 1 in proportion to the TD
+        errors; at least 0
     :param beta: strength of the importance-sampling correction when training starts, in
-        ``[0, 1]``; or a schedule of it, a function of the progress remaining (from 1 to 0), in
-        which case ``beta_final`` and ``beta_fraction`` have no effect
+        ``[0, 1]``; or a schedule, a function of the progress remaining (from 1 to 0), in which case
+        ``beta_final`` and ``beta_fraction`` have no effect
     :param beta_final: strength at the end of ``beta_fraction``, in ``[0, 1]``. In between it
         changes linearly; ``beta_final=beta`` keeps it constant.
     :param beta_fraction: fraction of training over which beta changes, in ``[0, 1]``
-    :param priority_eps: added to every priority before ``alpha`` applies, so that no transition is
-        lost for good; at least 0
+    :param priority_eps: constant added to every priority before ``alpha`` applies, so that every
+        transition can be drawn again; at least 0
     :param weight_normalization: divide the weights by the largest one of the ``"batch"`` or of the
         whole ``"buffer"``
-    :param loss: of each critic: ``"mse"`` (squared error, as in SAC) or ``"huber"`` (smooth L1);
-        half their sum over the critics is the loss of a transition, as in SAC
+    :param loss: loss of each critic: ``"mse"`` (squared error, as in SAC) or ``"huber"`` (smooth
+        L1); half their sum over the critics is the loss of a transition, as in SAC
     :param prioritization: ``"proportional"``, draw in proportion to
         ``(|TD error| + eps) ** alpha``; or ``"rank"``, in proportion to ``(1 / rank) ** alpha``,
         where rank 1 has the largest error
-    :param initial_priority: of new transitions: ``"max"``, the largest that is stored, so that
-        each is replayed soon; or ``"td_error"``, that of their own error under the networks of the
-        next ``train``, which looks at each new transition once
-    :param priority: what becomes the priority of a transition, in place of the absolute TD error:
-        ``"td_error"``, that error, the mean of those of the critics;
+    :param initial_priority: priority of new transitions: ``"max"``, the largest stored one, so that
+        each is replayed soon; or ``"td_error"``, that of their TD error, which the next ``train``
+        computes once for each new transition
+    :param priority: priority function, whose value takes the place of the absolute TD error:
+        ``"td_error"``, that error, the mean over the critics;
         ``"clipped"``, the largest one of 1 and those of the critics (LAP, Fujimoto et al. 2020,
         with ``loss="huber"``, ``alpha=0.4, beta=0, beta_final=0``);
-        ``"reducible"``, by how much the loss of the target network is
-        smaller, at least 0 (ReLo, Sujit et al. 2023); or a function of a
+        ``"reducible"``, the loss minus that of the target network, at least 0
+        (ReLo, Sujit et al. 2023); or a function of a
         :class:`~sb3_per.PriorityContext` that returns one number of at least 0 for each
-        transition. ``docs/priorities.md`` has more.
+        transition; see ``docs/priorities.md``
     :raises ValueError: if an option is out of its range, ``replay_buffer_class`` can't be used
         with priorities, or ``replay_buffer_kwargs`` contradict an option
     """
@@ -201,16 +201,16 @@ class PERSAC(PrioritizedOffPolicyAlgorithm, SAC):
 
     def train(self, gradient_steps: int, batch_size: int = 64) -> None:
         """
-        Draw batches by priority, train the critics with their weights and feed the TD errors back
+        Draw batches by priority, train the critics with their weights and update the priorities
         (Schaul et al. 2016, algorithm 1, lines 8 to 15); train the actor and the entropy
         coefficient.
 
-        The lines are those of SB3's ``SAC.train`` (MIT license), with prioritized replay.
-        The entropy coefficient is updated after the TD errors have been looked at, which changes
-        no number.
+        The code is that of SB3's ``SAC.train`` (MIT license), with prioritized replay.
+        The entropy coefficient is updated after the check of the TD errors, which changes no
+        result.
 
-        :param gradient_steps: how many batches
-        :param batch_size: number of transitions in each
+        :param gradient_steps: number of gradient steps, each with a batch
+        :param batch_size: number of transitions in a batch
         """
         self._prepare_replay()
         # Switch to train mode (this affects batch norm / dropout)
@@ -247,8 +247,8 @@ class PERSAC(PrioritizedOffPolicyAlgorithm, SAC):
             # using action from the replay buffer
             current_q_values = self.critic(replay_data.observations, replay_data.actions)
 
-            # Before any step, so that an error that is not finite stops training while the networks
-            # and the entropy coefficient are still whole
+            # Before any step, so that a TD error that is not finite stops training before the
+            # networks and the entropy coefficient change
             context = self._context(replay_data, current_q_values, target_q_values)
             priorities = self._priorities_of(context)
             self.replay_buffer.update_priorities(replay_data.indices, priorities)
@@ -261,12 +261,13 @@ class PERSAC(PrioritizedOffPolicyAlgorithm, SAC):
                 # Important: detach the variable from the graph
                 # so we don't change it with other losses
                 # see https://github.com/rail-berkeley/softlearning/issues/60
+                assert isinstance(self.target_entropy, float)
                 ent_coef_loss = -(
                     self.log_ent_coef * (log_prob + self.target_entropy).detach()
                 ).mean()
                 ent_coef_losses.append(ent_coef_loss.item())
                 self.ent_coef_optimizer.zero_grad()
-                ent_coef_loss.backward()
+                ent_coef_loss.backward()  # type: ignore[no-untyped-call]
                 self.ent_coef_optimizer.step()
 
             # Compute critic loss
@@ -276,7 +277,7 @@ class PERSAC(PrioritizedOffPolicyAlgorithm, SAC):
 
             # Optimize the critic
             self.critic.optimizer.zero_grad()
-            critic_loss.backward()
+            critic_loss.backward()  # type: ignore[no-untyped-call]
             self.critic.optimizer.step()
 
             # Compute actor loss
@@ -289,7 +290,7 @@ class PERSAC(PrioritizedOffPolicyAlgorithm, SAC):
 
             # Optimize the actor
             self.actor.optimizer.zero_grad()
-            actor_loss.backward()
+            actor_loss.backward()  # type: ignore[no-untyped-call]
             self.actor.optimizer.step()
 
             # Update target networks
@@ -311,9 +312,9 @@ class PERSAC(PrioritizedOffPolicyAlgorithm, SAC):
 
     def _current_ent_coef(self) -> th.Tensor:
         """
-        Read the entropy coefficient.
+        Current entropy coefficient.
 
-        :return: without gradient, shape ``(1,)`` or ``()``
+        :return: tensor without gradient, shape ``(1,)`` or ``()``
         """
         if self.ent_coef_optimizer is not None and self.log_ent_coef is not None:
             return th.exp(self.log_ent_coef.detach())
@@ -325,7 +326,7 @@ class PERSAC(PrioritizedOffPolicyAlgorithm, SAC):
         """
         :param replay_data: a batch
         :param ent_coef: entropy coefficient
-        :return: what the Q-values should be, without gradient, shape ``(batch, 1)``
+        :return: targets of the Q-values, without gradient, shape ``(batch, 1)``
         """
         # For n-step replay, discount factor is gamma**n_steps (when no early termination)
         discounts = self.gamma if replay_data.discounts is None else replay_data.discounts
@@ -338,14 +339,14 @@ class PERSAC(PrioritizedOffPolicyAlgorithm, SAC):
             next_q_values, _ = th.min(next_q_values, dim=1, keepdim=True)
             # add entropy term
             next_q_values = next_q_values - ent_coef * next_log_prob.reshape(-1, 1)
-            # What comes after a terminal state counts nothing, whatever the network says of it
+            # The value after a terminal state does not count, even if it is NaN
             future = th.where(replay_data.dones > 0.0, 0.0, discounts * next_q_values)
             # td error + entropy term
             return replay_data.rewards + future
 
     def _losses_of(self, q_values: Sequence[th.Tensor], targets: th.Tensor) -> th.Tensor:
         """
-        :param q_values: of each critic, shape ``(batch, 1)``
+        :param q_values: Q-values of each critic, shape ``(batch, 1)``
         :param targets: shape ``(batch, 1)``
         :return: loss of each transition, shape ``(batch, 1)``
         """
@@ -363,7 +364,10 @@ class PERSAC(PrioritizedOffPolicyAlgorithm, SAC):
             batch,
             th.cat(tuple(q_values), dim=1),
             targets,
-            losses_of=lambda estimates, targets: self._losses_of(estimates.split(1, 1), targets),
+            losses_of=lambda estimates, targets: self._losses_of(
+                estimates.split(1, dim=1),  # type: ignore[no-untyped-call]
+                targets,
+            ),
             target_estimates=lambda: th.cat(
                 self.critic_target(batch.observations, batch.actions), dim=1
             ),
@@ -371,10 +375,10 @@ class PERSAC(PrioritizedOffPolicyAlgorithm, SAC):
 
     def priority_context(self, batch: PrioritizedReplayBufferSamples) -> PriorityContext:
         """
-        What a priority function gets to see of a batch, under the networks as they are.
+        Context of a batch for a priority function, under the current networks.
 
-        The next actions are drawn with the random numbers that come next, which are still to come
-        afterwards: training is the same with and without this.
+        Sampling the next actions leaves the random state of torch unchanged: training is the same
+        with and without this call.
 
         :param batch: transitions from the replay buffer
         :return: the context
@@ -393,7 +397,7 @@ class PERSAC(PrioritizedOffPolicyAlgorithm, SAC):
         reset_num_timesteps: bool = True,
         progress_bar: bool = False,
     ) -> SelfPERSAC:
-        """As ``SAC.learn``, under a name of its own in TensorBoard."""
+        """As ``SAC.learn``, with another default name in TensorBoard."""
         return super().learn(
             total_timesteps=total_timesteps,
             callback=callback,

@@ -28,68 +28,68 @@ class PERDDPG(PrioritizedTD3, DDPG):
 
     Takes every argument of SB3's ``DDPG``, in the same order and with the same meaning; the options
     of prioritized replay come after them, by name. As in SB3, it is :class:`~sb3_per.PERTD3` with
-    one critic, without delay of the actor and without noise in the target.
+    one critic, without delayed updates of the actor and without noise in the target.
 
     The options are attributes of the model, and can be set at any time: ``train`` applies them to
     the replay buffer. A TD error that is NaN or infinite stops training with an error, before
     a network has changed.
 
-    :param policy: The policy model to use (MlpPolicy, CnnPolicy, ...)
-    :param env: The environment to learn from (if registered in Gym, can be str)
+    :param policy: the policy model to use (MlpPolicy, CnnPolicy, ...)
+    :param env: the environment to learn from (if registered in Gym, can be str)
     :param learning_rate: learning rate of all networks, it can be a function of the current
         progress remaining (from 1 to 0)
     :param buffer_size: maximum number of transitions in the replay buffer, over all environments
-    :param learning_starts: how many steps to collect transitions for before learning starts
+    :param learning_starts: number of environment steps before learning starts
     :param batch_size: number of transitions for each gradient step
     :param tau: the soft update coefficient ("Polyak update", between 0 and 1)
     :param gamma: the discount factor
     :param train_freq: update the model every ``train_freq`` steps, or a tuple of frequency and
         unit like ``(5, "step")`` or ``(2, "episode")``
-    :param gradient_steps: how many gradient steps to do after each rollout, ``-1`` for as many as
-        transitions were collected
-    :param action_noise: noise added to actions during training, None for none
+    :param gradient_steps: number of gradient steps after each rollout, ``-1`` for the number of
+        transitions collected
+    :param action_noise: noise added to the actions during training; None for no noise
     :param replay_buffer_class: a prioritized buffer of this package, or a class derived from one.
-        A class of SB3's (``ReplayBuffer``, ``DictReplayBuffer``, ``NStepReplayBuffer``,
-        ``HerReplayBuffer``) stands for its prioritized counterpart; None chooses by the
-        observations.
-    :param replay_buffer_kwargs: further arguments for the replay buffer; the options of this class
-        can't be changed by them
+        One of SB3's classes (``ReplayBuffer``, ``DictReplayBuffer``, ``NStepReplayBuffer``,
+        ``HerReplayBuffer``) selects its prioritized counterpart; None selects by the observation
+        space.
+    :param replay_buffer_kwargs: further keyword arguments for the replay buffer; they can't
+        override the options of this class
     :param optimize_memory_usage: store each observation once instead of twice; needs
         ``replay_buffer_kwargs={"handle_timeout_termination": False}``, as in SB3
-    :param n_steps: length of the n-step returns, for ``Dict`` observations, too
+    :param n_steps: length of the n-step returns, also with ``Dict`` observations
     :param tensorboard_log: the log location for tensorboard (if None, no logging)
     :param policy_kwargs: additional arguments to be passed to the policy on creation
     :param verbose: 0 for no output, 1 for info messages, 2 for debug messages
-    :param seed: seed for the pseudo random generators; decides the draws from the buffer, too
+    :param seed: seed for the pseudo random generators, also for the draws from the buffer
     :param device: device (cpu, cuda, ...) on which the code should be run
     :param _init_setup_model: whether or not to build the network at the creation of the instance
-    :param alpha: how much priorities count: 0 draws uniformly, 1 in proportion to the TD errors;
-        at least 0
+    :param alpha: strength of the prioritization: 0 draws uniformly, 1 in proportion to the TD
+        errors; at least 0
     :param beta: strength of the importance-sampling correction when training starts, in
-        ``[0, 1]``; or a schedule of it, a function of the progress remaining (from 1 to 0), in
-        which case ``beta_final`` and ``beta_fraction`` have no effect
+        ``[0, 1]``; or a schedule, a function of the progress remaining (from 1 to 0), in which case
+        ``beta_final`` and ``beta_fraction`` have no effect
     :param beta_final: strength at the end of ``beta_fraction``, in ``[0, 1]``. In between it
         changes linearly; ``beta_final=beta`` keeps it constant.
     :param beta_fraction: fraction of training over which beta changes, in ``[0, 1]``
-    :param priority_eps: added to every priority before ``alpha`` applies, so that no transition is
-        lost for good; at least 0
+    :param priority_eps: constant added to every priority before ``alpha`` applies, so that every
+        transition can be drawn again; at least 0
     :param weight_normalization: divide the weights by the largest one of the ``"batch"`` or of the
         whole ``"buffer"``
     :param loss: ``"mse"`` (squared error, as in DDPG) or ``"huber"`` (smooth L1)
     :param prioritization: ``"proportional"``, draw in proportion to
         ``(|TD error| + eps) ** alpha``; or ``"rank"``, in proportion to ``(1 / rank) ** alpha``,
         where rank 1 has the largest error
-    :param initial_priority: of new transitions: ``"max"``, the largest that is stored, so that
-        each is replayed soon; or ``"td_error"``, that of their own error under the networks of the
-        next ``train``, which looks at each new transition once
-    :param priority: what becomes the priority of a transition, in place of the absolute TD error:
-        ``"td_error"``, that error as it is;
+    :param initial_priority: priority of new transitions: ``"max"``, the largest stored one, so that
+        each is replayed soon; or ``"td_error"``, that of their TD error, which the next ``train``
+        computes once for each new transition
+    :param priority: priority function, whose value takes the place of the absolute TD error:
+        ``"td_error"``, that error itself;
         ``"clipped"``, the larger one of 1 and that error (LAP, Fujimoto et al. 2020,
         with ``loss="huber"``, ``alpha=0.4, beta=0, beta_final=0``);
-        ``"reducible"``, by how much the loss of the target network is
-        smaller, at least 0 (ReLo, Sujit et al. 2023); or a function of a
+        ``"reducible"``, the loss minus that of the target network, at least 0
+        (ReLo, Sujit et al. 2023); or a function of a
         :class:`~sb3_per.PriorityContext` that returns one number of at least 0 for each
-        transition. ``docs/priorities.md`` has more.
+        transition; see ``docs/priorities.md``
     :raises ValueError: if an option is out of its range, ``replay_buffer_class`` can't be used
         with priorities, or ``replay_buffer_kwargs`` contradict an option
     """
@@ -176,7 +176,7 @@ class PERDDPG(PrioritizedTD3, DDPG):
         reset_num_timesteps: bool = True,
         progress_bar: bool = False,
     ) -> SelfPERDDPG:
-        """As ``DDPG.learn``, under a name of its own in TensorBoard."""
+        """As ``DDPG.learn``, with another default name in TensorBoard."""
         return super().learn(
             total_timesteps=total_timesteps,
             callback=callback,

@@ -25,9 +25,9 @@ SelfPERTD3 = TypeVar("SelfPERTD3", bound="PERTD3")
 
 class PrioritizedTD3(PrioritizedOffPolicyAlgorithm, TD3):
     """
-    What TD3 and its special case DDPG share with prioritized replay: all but the constructor.
+    Base class of PERTD3 and its special case PERDDPG: everything but the constructor.
 
-    Its arguments are those of SB3's ``TD3``.
+    Takes the arguments of SB3's ``TD3``.
     """
 
     loss: Loss
@@ -38,13 +38,14 @@ class PrioritizedTD3(PrioritizedOffPolicyAlgorithm, TD3):
 
     def train(self, gradient_steps: int, batch_size: int = 100) -> None:
         """
-        Draw batches by priority, train the critics with their weights and feed the TD errors back
-        (Schaul et al. 2016, algorithm 1, lines 8 to 15); train the actor now and then.
+        Draw batches by priority, train the critics with their weights and update the priorities
+        (Schaul et al. 2016, algorithm 1, lines 8 to 15); train the actor every ``policy_delay``
+        steps.
 
-        The lines are those of SB3's ``TD3.train`` (MIT license), with prioritized replay.
+        The code is that of SB3's ``TD3.train`` (MIT license), with prioritized replay.
 
-        :param gradient_steps: how many batches
-        :param batch_size: number of transitions in each
+        :param gradient_steps: number of gradient steps, each with a batch
+        :param batch_size: number of transitions in a batch
         """
         self._prepare_replay()
         # Switch to train mode (this affects batch norm / dropout)
@@ -62,8 +63,8 @@ class PrioritizedTD3(PrioritizedOffPolicyAlgorithm, TD3):
             # Get current Q-values estimates for each critic network
             current_q_values = self.critic(replay_data.observations, replay_data.actions)
 
-            # Before any step, so that an error that is not finite stops training while the networks
-            # are still whole
+            # Before any step, so that a TD error that is not finite stops training before the
+            # networks change
             context = self._context(replay_data, current_q_values, target_q_values)
             priorities = self._priorities_of(context)
             self.replay_buffer.update_priorities(replay_data.indices, priorities)
@@ -78,7 +79,7 @@ class PrioritizedTD3(PrioritizedOffPolicyAlgorithm, TD3):
 
             # Optimize the critics
             self.critic.optimizer.zero_grad()
-            critic_loss.backward()
+            critic_loss.backward()  # type: ignore[no-untyped-call]
             self.critic.optimizer.step()
 
             # Delayed policy updates
@@ -90,7 +91,7 @@ class PrioritizedTD3(PrioritizedOffPolicyAlgorithm, TD3):
 
                 # Optimize the actor
                 self.actor.optimizer.zero_grad()
-                actor_loss.backward()
+                actor_loss.backward()  # type: ignore[no-untyped-call]
                 self.actor.optimizer.step()
 
                 polyak_update(self.critic.parameters(), self.critic_target.parameters(), self.tau)
@@ -111,7 +112,7 @@ class PrioritizedTD3(PrioritizedOffPolicyAlgorithm, TD3):
     def _target_q_values(self, replay_data: PrioritizedReplayBufferSamples) -> th.Tensor:
         """
         :param replay_data: a batch
-        :return: what the Q-values should be, without gradient, shape ``(batch, 1)``
+        :return: targets of the Q-values, without gradient, shape ``(batch, 1)``
         """
         # For n-step replay, discount factor is gamma**n_steps (when no early termination)
         discounts = self.gamma if replay_data.discounts is None else replay_data.discounts
@@ -125,13 +126,13 @@ class PrioritizedTD3(PrioritizedOffPolicyAlgorithm, TD3):
             # Compute the next Q-values: min over all critics targets
             next_q_values = th.cat(self.critic_target(next_observations, next_actions), dim=1)
             next_q_values, _ = th.min(next_q_values, dim=1, keepdim=True)
-            # What comes after a terminal state counts nothing, whatever the network says of it
+            # The value after a terminal state does not count, even if it is NaN
             future = th.where(replay_data.dones > 0.0, 0.0, discounts * next_q_values)
             return replay_data.rewards + future
 
     def _losses_of(self, q_values: Sequence[th.Tensor], targets: th.Tensor) -> th.Tensor:
         """
-        :param q_values: of each critic, shape ``(batch, 1)``
+        :param q_values: Q-values of each critic, shape ``(batch, 1)``
         :param targets: shape ``(batch, 1)``
         :return: loss of each transition, shape ``(batch, 1)``
         """
@@ -149,7 +150,10 @@ class PrioritizedTD3(PrioritizedOffPolicyAlgorithm, TD3):
             batch,
             th.cat(tuple(q_values), dim=1),
             targets,
-            losses_of=lambda estimates, targets: self._losses_of(estimates.split(1, 1), targets),
+            losses_of=lambda estimates, targets: self._losses_of(
+                estimates.split(1, dim=1),  # type: ignore[no-untyped-call]
+                targets,
+            ),
             target_estimates=lambda: th.cat(
                 self.critic_target(batch.observations, batch.actions), dim=1
             ),
@@ -157,10 +161,10 @@ class PrioritizedTD3(PrioritizedOffPolicyAlgorithm, TD3):
 
     def priority_context(self, batch: PrioritizedReplayBufferSamples) -> PriorityContext:
         """
-        What a priority function gets to see of a batch, under the networks as they are.
+        Context of a batch for a priority function, under the current networks.
 
-        The noise of the target policy is drawn with the random numbers that come next, which are
-        still to come afterwards: training is the same with and without this.
+        Sampling the noise of the target policy leaves the random state of torch unchanged: training
+        is the same with and without this call.
 
         :param batch: transitions from the replay buffer
         :return: the context
@@ -179,74 +183,74 @@ class PERTD3(PrioritizedTD3):
     https://arxiv.org/abs/1511.05952 (Schaul et al. 2016, algorithm 1)
 
     Takes every argument of SB3's ``TD3``, in the same order and with the same meaning; the options
-    of prioritized replay come after them, by name. Transitions are drawn by how large their TD
-    error was, and weigh accordingly in the loss of the critics; that of the actor is TD3's.
+    of prioritized replay come after them, by name. Transitions are drawn by the size of their last
+    TD error, and weighted in the loss of the critics to correct for it; that of the actor is TD3's.
 
     The options are attributes of the model, and can be set at any time: ``train`` applies them to
     the replay buffer. A TD error that is NaN or infinite stops training with an error, before
     a network has changed.
 
-    :param policy: The policy model to use (MlpPolicy, CnnPolicy, ...)
-    :param env: The environment to learn from (if registered in Gym, can be str)
+    :param policy: the policy model to use (MlpPolicy, CnnPolicy, ...)
+    :param env: the environment to learn from (if registered in Gym, can be str)
     :param learning_rate: learning rate of all networks, it can be a function of the current
         progress remaining (from 1 to 0)
     :param buffer_size: maximum number of transitions in the replay buffer, over all environments
-    :param learning_starts: how many steps to collect transitions for before learning starts
+    :param learning_starts: number of environment steps before learning starts
     :param batch_size: number of transitions for each gradient step
     :param tau: the soft update coefficient ("Polyak update", between 0 and 1)
     :param gamma: the discount factor
     :param train_freq: update the model every ``train_freq`` steps, or a tuple of frequency and
         unit like ``(5, "step")`` or ``(2, "episode")``
-    :param gradient_steps: how many gradient steps to do after each rollout, ``-1`` for as many as
-        transitions were collected
-    :param action_noise: noise added to actions during training, None for none
+    :param gradient_steps: number of gradient steps after each rollout, ``-1`` for the number of
+        transitions collected
+    :param action_noise: noise added to the actions during training; None for no noise
     :param replay_buffer_class: a prioritized buffer of this package, or a class derived from one.
-        A class of SB3's (``ReplayBuffer``, ``DictReplayBuffer``, ``NStepReplayBuffer``,
-        ``HerReplayBuffer``) stands for its prioritized counterpart; None chooses by the
-        observations.
-    :param replay_buffer_kwargs: further arguments for the replay buffer; the options of this class
-        can't be changed by them
+        One of SB3's classes (``ReplayBuffer``, ``DictReplayBuffer``, ``NStepReplayBuffer``,
+        ``HerReplayBuffer``) selects its prioritized counterpart; None selects by the observation
+        space.
+    :param replay_buffer_kwargs: further keyword arguments for the replay buffer; they can't
+        override the options of this class
     :param optimize_memory_usage: store each observation once instead of twice; needs
         ``replay_buffer_kwargs={"handle_timeout_termination": False}``, as in SB3
-    :param n_steps: length of the n-step returns, for ``Dict`` observations, too
-    :param policy_delay: update policy and target networks once every so many gradient steps
+    :param n_steps: length of the n-step returns, also with ``Dict`` observations
+    :param policy_delay: number of gradient steps between updates of the policy and the targets
     :param target_policy_noise: standard deviation of the Gaussian noise added to the target policy
     :param target_noise_clip: limit for the absolute value of that noise
     :param stats_window_size: number of episodes over which the logged rollout values are averaged
     :param tensorboard_log: the log location for tensorboard (if None, no logging)
     :param policy_kwargs: additional arguments to be passed to the policy on creation
     :param verbose: 0 for no output, 1 for info messages, 2 for debug messages
-    :param seed: seed for the pseudo random generators; decides the draws from the buffer, too
+    :param seed: seed for the pseudo random generators, also for the draws from the buffer
     :param device: device (cpu, cuda, ...) on which the code should be run
     :param _init_setup_model: whether or not to build the network at the creation of the instance
-    :param alpha: how much priorities count: 0 draws uniformly, 1 in proportion to the TD errors;
-        at least 0
+    :param alpha: strength of the prioritization: 0 draws uniformly, 1 in proportion to the TD
+        errors; at least 0
     :param beta: strength of the importance-sampling correction when training starts, in
-        ``[0, 1]``; or a schedule of it, a function of the progress remaining (from 1 to 0), in
-        which case ``beta_final`` and ``beta_fraction`` have no effect
+        ``[0, 1]``; or a schedule, a function of the progress remaining (from 1 to 0), in which case
+        ``beta_final`` and ``beta_fraction`` have no effect
     :param beta_final: strength at the end of ``beta_fraction``, in ``[0, 1]``. In between it
         changes linearly; ``beta_final=beta`` keeps it constant.
     :param beta_fraction: fraction of training over which beta changes, in ``[0, 1]``
-    :param priority_eps: added to every priority before ``alpha`` applies, so that no transition is
-        lost for good; at least 0
+    :param priority_eps: constant added to every priority before ``alpha`` applies, so that every
+        transition can be drawn again; at least 0
     :param weight_normalization: divide the weights by the largest one of the ``"batch"`` or of the
         whole ``"buffer"``
-    :param loss: of each critic: ``"mse"`` (squared error, as in TD3) or ``"huber"`` (smooth L1);
-        their sum over the critics is the loss of a transition, as in TD3
+    :param loss: loss of each critic: ``"mse"`` (squared error, as in TD3) or ``"huber"`` (smooth
+        L1); their sum over the critics is the loss of a transition, as in TD3
     :param prioritization: ``"proportional"``, draw in proportion to
         ``(|TD error| + eps) ** alpha``; or ``"rank"``, in proportion to ``(1 / rank) ** alpha``,
         where rank 1 has the largest error
-    :param initial_priority: of new transitions: ``"max"``, the largest that is stored, so that
-        each is replayed soon; or ``"td_error"``, that of their own error under the networks of the
-        next ``train``, which looks at each new transition once
-    :param priority: what becomes the priority of a transition, in place of the absolute TD error:
-        ``"td_error"``, that error, the mean of those of the critics;
+    :param initial_priority: priority of new transitions: ``"max"``, the largest stored one, so that
+        each is replayed soon; or ``"td_error"``, that of their TD error, which the next ``train``
+        computes once for each new transition
+    :param priority: priority function, whose value takes the place of the absolute TD error:
+        ``"td_error"``, that error, the mean over the critics;
         ``"clipped"``, the largest one of 1 and those of the critics (LAP, Fujimoto et al. 2020,
         with ``loss="huber"``, ``alpha=0.4, beta=0, beta_final=0``);
-        ``"reducible"``, by how much the loss of the target network is
-        smaller, at least 0 (ReLo, Sujit et al. 2023); or a function of a
+        ``"reducible"``, the loss minus that of the target network, at least 0
+        (ReLo, Sujit et al. 2023); or a function of a
         :class:`~sb3_per.PriorityContext` that returns one number of at least 0 for each
-        transition. ``docs/priorities.md`` has more.
+        transition; see ``docs/priorities.md``
     :raises ValueError: if an option is out of its range, ``replay_buffer_class`` can't be used
         with priorities, or ``replay_buffer_kwargs`` contradict an option
     """
@@ -341,7 +345,7 @@ class PERTD3(PrioritizedTD3):
         reset_num_timesteps: bool = True,
         progress_bar: bool = False,
     ) -> SelfPERTD3:
-        """As ``TD3.learn``, under a name of its own in TensorBoard."""
+        """As ``TD3.learn``, with another default name in TensorBoard."""
         return super().learn(
             total_timesteps=total_timesteps,
             callback=callback,

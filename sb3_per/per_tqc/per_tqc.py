@@ -31,81 +31,82 @@ class PERTQC(PrioritizedOffPolicyAlgorithm, TQC):
 
     Takes every argument of sb3-contrib's ``TQC``, in the same order and with the same meaning; the
     options of prioritized replay come after them, by name. They are those of
-    :class:`~sb3_per.PERSAC` without ``loss``: the quantile Huber loss is what makes this algorithm.
-    Transitions are drawn by how large their TD error was, and weigh accordingly in the loss of the
-    critics; the losses of the actor and of the entropy coefficient are those of TQC.
+    :class:`~sb3_per.PERSAC` without ``loss``: the quantile Huber loss is part of this algorithm.
+    Transitions are drawn by the size of their last TD error, and weighted in the loss of the
+    critics to correct for it; the losses of the actor and of the entropy coefficient are those of
+    TQC.
 
-    The TD error of a critic is the mean of the target quantiles minus the mean of its own: by these
-    means it values actions.
+    The TD error of a critic is the mean of the target quantiles minus the mean of its quantiles,
+    which is its value of an action.
 
     The options are attributes of the model, and can be set at any time: ``train`` applies them to
     the replay buffer. A TD error that is NaN or infinite stops training with an error, before
     a network or the entropy coefficient has changed.
 
-    :param policy: The policy model to use (MlpPolicy, CnnPolicy, ...)
-    :param env: The environment to learn from (if registered in Gym, can be str)
+    :param policy: the policy model to use (MlpPolicy, CnnPolicy, ...)
+    :param env: the environment to learn from (if registered in Gym, can be str)
     :param learning_rate: learning rate of all networks, it can be a function of the current
         progress remaining (from 1 to 0)
     :param buffer_size: maximum number of transitions in the replay buffer, over all environments
-    :param learning_starts: how many steps to collect transitions for before learning starts
+    :param learning_starts: number of environment steps before learning starts
     :param batch_size: number of transitions for each gradient step
     :param tau: the soft update coefficient ("Polyak update", between 0 and 1)
     :param gamma: the discount factor
     :param train_freq: update the model every ``train_freq`` steps, or a tuple of frequency and
         unit like ``(5, "step")`` or ``(2, "episode")``
-    :param gradient_steps: how many gradient steps to do after each rollout, ``-1`` for as many as
-        transitions were collected
-    :param action_noise: noise added to actions during training, None for none
+    :param gradient_steps: number of gradient steps after each rollout, ``-1`` for the number of
+        transitions collected
+    :param action_noise: noise added to the actions during training; None for no noise
     :param replay_buffer_class: a prioritized buffer of this package, or a class derived from one.
-        A class of SB3's (``ReplayBuffer``, ``DictReplayBuffer``, ``NStepReplayBuffer``,
-        ``HerReplayBuffer``) stands for its prioritized counterpart; None chooses by the
-        observations.
-    :param replay_buffer_kwargs: further arguments for the replay buffer; the options of this class
-        can't be changed by them
+        One of SB3's classes (``ReplayBuffer``, ``DictReplayBuffer``, ``NStepReplayBuffer``,
+        ``HerReplayBuffer``) selects its prioritized counterpart; None selects by the observation
+        space.
+    :param replay_buffer_kwargs: further keyword arguments for the replay buffer; they can't
+        override the options of this class
     :param optimize_memory_usage: store each observation once instead of twice; needs
         ``replay_buffer_kwargs={"handle_timeout_termination": False}``, as in SB3
-    :param n_steps: length of the n-step returns, for ``Dict`` observations, too
-    :param ent_coef: entropy coefficient; ``"auto"`` learns it, ``"auto_0.1"`` does so from 0.1 on
-    :param target_update_interval: update the target network every so many gradient steps
-    :param target_entropy: what the entropy should be when ``ent_coef`` is learned
+    :param n_steps: length of the n-step returns, also with ``Dict`` observations
+    :param ent_coef: entropy coefficient; ``"auto"`` learns it, ``"auto_0.1"`` starts at 0.1
+    :param target_update_interval: number of gradient steps between updates of the target network
+    :param target_entropy: target entropy when ``ent_coef`` is learned
     :param top_quantiles_to_drop_per_net: number of quantiles to drop per network
-    :param use_sde: explore by generalized State-Dependent Exploration (gSDE)
-    :param sde_sample_freq: sample a new noise matrix every so many steps when using gSDE; -1 for
-        the beginning of a rollout alone
-    :param use_sde_at_warmup: use gSDE before learning starts, too
+    :param use_sde: whether to use generalized State-Dependent Exploration (gSDE)
+    :param sde_sample_freq: number of steps between samples of the noise matrix when using gSDE; -1
+        to sample only at the beginning of the rollout
+    :param use_sde_at_warmup: whether to use gSDE before learning starts, too
     :param stats_window_size: number of episodes over which the logged rollout values are averaged
     :param tensorboard_log: the log location for tensorboard (if None, no logging)
     :param policy_kwargs: additional arguments to be passed to the policy on creation
     :param verbose: 0 for no output, 1 for info messages, 2 for debug messages
-    :param seed: seed for the pseudo random generators; decides the draws from the buffer, too
+    :param seed: seed for the pseudo random generators, also for the draws from the buffer
     :param device: device (cpu, cuda, ...) on which the code should be run
     :param _init_setup_model: whether or not to build the network at the creation of the instance
-    :param alpha: how much priorities count: 0 draws uniformly, 1 in proportion to the TD errors;
-        at least 0
+    :param alpha: strength of the prioritization: 0 draws uniformly, 1 in proportion to the TD
+        errors; at least 0
     :param beta: strength of the importance-sampling correction when training starts, in
-        ``[0, 1]``; or a schedule of it, a function of the progress remaining (from 1 to 0), in
-        which case ``beta_final`` and ``beta_fraction`` have no effect
+        ``[0, 1]``; or a schedule, a function of the progress remaining (from 1 to 0), in which case
+        ``beta_final`` and ``beta_fraction`` have no effect
     :param beta_final: strength at the end of ``beta_fraction``, in ``[0, 1]``. In between it
         changes linearly; ``beta_final=beta`` keeps it constant.
     :param beta_fraction: fraction of training over which beta changes, in ``[0, 1]``
-    :param priority_eps: added to every priority before ``alpha`` applies, so that no transition is
-        lost for good; at least 0
+    :param priority_eps: constant added to every priority before ``alpha`` applies, so that every
+        transition can be drawn again; at least 0
     :param weight_normalization: divide the weights by the largest one of the ``"batch"`` or of the
         whole ``"buffer"``
     :param prioritization: ``"proportional"``, draw in proportion to
         ``(|TD error| + eps) ** alpha``; or ``"rank"``, in proportion to ``(1 / rank) ** alpha``,
         where rank 1 has the largest error
-    :param initial_priority: of new transitions: ``"max"``, the largest that is stored, so that
-        each is replayed soon; or ``"td_error"``, that of their own error under the networks of the
-        next ``train``, which looks at each new transition once
-    :param priority: what becomes the priority of a transition, in place of the absolute TD error:
-        ``"td_error"``, that error, the mean of those of the critics;
+    :param initial_priority: priority of new transitions: ``"max"``, the largest stored one, so that
+        each is replayed soon; or ``"td_error"``, that of their TD error, which the next ``train``
+        computes once for each new transition
+    :param priority: priority function, whose value takes the place of the absolute TD error:
+        ``"td_error"``, that error, the mean over the critics;
         ``"clipped"``, the largest one of 1 and those of the critics (LAP, Fujimoto et al. 2020,
         with ``alpha=0.4, beta=0, beta_final=0``);
-        ``"reducible"``, by how much the quantile Huber loss of the target network is
-        smaller, at least 0 (ReLo, Sujit et al. 2023); or a function of a
+        ``"reducible"``, the quantile Huber loss minus that of the target network, at least 0
+        (ReLo, Sujit et al. 2023); or a function of a
         :class:`~sb3_per.PriorityContext` that returns one number of at least 0 for each
-        transition. ``docs/priorities.md`` has more.
+        transition; see ``docs/priorities.md``
     :raises ValueError: if an option is out of its range, ``replay_buffer_class`` can't be used
         with priorities, or ``replay_buffer_kwargs`` contradict an option
     """
@@ -199,16 +200,16 @@ class PERTQC(PrioritizedOffPolicyAlgorithm, TQC):
 
     def train(self, gradient_steps: int, batch_size: int = 64) -> None:
         """
-        Draw batches by priority, train the critics with their weights and feed the TD errors back
+        Draw batches by priority, train the critics with their weights and update the priorities
         (Schaul et al. 2016, algorithm 1, lines 8 to 15); train the actor and the entropy
         coefficient.
 
-        The lines are those of sb3-contrib's ``TQC.train`` (MIT license), with prioritized replay.
-        The entropy coefficient is updated after the TD errors have been looked at, which changes
-        no number.
+        The code is that of sb3-contrib's ``TQC.train`` (MIT license), with prioritized replay.
+        The entropy coefficient is updated after the check of the TD errors, which changes no
+        result.
 
-        :param gradient_steps: how many batches
-        :param batch_size: number of transitions in each
+        :param gradient_steps: number of gradient steps, each with a batch
+        :param batch_size: number of transitions in a batch
         """
         self._prepare_replay()
         # Switch to train mode (this affects batch norm / dropout)
@@ -244,8 +245,8 @@ class PERTQC(PrioritizedOffPolicyAlgorithm, TQC):
             # Get current Quantile estimates using action from the replay buffer
             current_quantiles = self.critic(replay_data.observations, replay_data.actions)
 
-            # Before any step, so that an error that is not finite stops training while the networks
-            # and the entropy coefficient are still whole
+            # Before any step, so that a TD error that is not finite stops training before the
+            # networks and the entropy coefficient change
             context = self._context(replay_data, current_quantiles, target_quantiles)
             priorities = self._priorities_of(context)
             self.replay_buffer.update_priorities(replay_data.indices, priorities)
@@ -259,11 +260,11 @@ class PERTQC(PrioritizedOffPolicyAlgorithm, TQC):
                 # so we don't change it with other losses
                 # see https://github.com/rail-berkeley/softlearning/issues/60
                 ent_coef_loss = -(
-                    self.log_ent_coef * (log_prob + self.target_entropy).detach()
+                    self.log_ent_coef * (log_prob + self.target_entropy).detach()  # type: ignore[operator]
                 ).mean()
                 ent_coef_losses.append(ent_coef_loss.item())
                 self.ent_coef_optimizer.zero_grad()
-                ent_coef_loss.backward()
+                ent_coef_loss.backward()  # type: ignore[no-untyped-call]
                 self.ent_coef_optimizer.step()
 
             # Compute critic loss, not summing over the quantile dimension as in the paper.
@@ -274,7 +275,7 @@ class PERTQC(PrioritizedOffPolicyAlgorithm, TQC):
 
             # Optimize the critic
             self.critic.optimizer.zero_grad()
-            critic_loss.backward()
+            critic_loss.backward()  # type: ignore[no-untyped-call]
             self.critic.optimizer.step()
 
             # Compute actor loss
@@ -307,9 +308,9 @@ class PERTQC(PrioritizedOffPolicyAlgorithm, TQC):
 
     def _current_ent_coef(self) -> th.Tensor:
         """
-        Read the entropy coefficient.
+        Current entropy coefficient.
 
-        :return: without gradient, shape ``(1,)`` or ``()``
+        :return: tensor without gradient, shape ``(1,)`` or ``()``
         """
         if self.ent_coef_optimizer is not None and self.log_ent_coef is not None:
             return th.exp(self.log_ent_coef.detach())
@@ -321,7 +322,7 @@ class PERTQC(PrioritizedOffPolicyAlgorithm, TQC):
         """
         :param replay_data: a batch
         :param ent_coef: entropy coefficient
-        :return: quantiles of what the returns should be, without gradient, shape
+        :return: target quantiles of the returns, without gradient, shape
             ``(batch, 1, n_target_quantiles)``
         """
         # For n-step replay, discount factor is gamma**n_steps (when no early termination)
@@ -342,7 +343,7 @@ class PERTQC(PrioritizedOffPolicyAlgorithm, TQC):
 
             # td error + entropy term
             target_quantiles = next_quantiles - ent_coef * next_log_prob.reshape(-1, 1)
-            # What comes after a terminal state counts nothing, whatever the network says of it
+            # The value after a terminal state does not count, even if it is NaN
             future = th.where(replay_data.dones > 0.0, 0.0, discounts * target_quantiles)
             # Broadcastable to (batch, n_critics, n_target_quantiles)
             return (replay_data.rewards + future).unsqueeze(dim=1)
@@ -361,10 +362,10 @@ class PERTQC(PrioritizedOffPolicyAlgorithm, TQC):
 
     def priority_context(self, batch: PrioritizedReplayBufferSamples) -> PriorityContext:
         """
-        What a priority function gets to see of a batch, under the networks as they are.
+        Context of a batch for a priority function, under the current networks.
 
-        The next actions are drawn with the random numbers that come next, which are still to come
-        afterwards: training is the same with and without this.
+        Sampling the next actions leaves the random state of torch unchanged: training is the same
+        with and without this call.
 
         :param batch: transitions from the replay buffer
         :return: the context
@@ -383,7 +384,7 @@ class PERTQC(PrioritizedOffPolicyAlgorithm, TQC):
         reset_num_timesteps: bool = True,
         progress_bar: bool = False,
     ) -> SelfPERTQC:
-        """As ``TQC.learn``, under a name of its own in TensorBoard."""
+        """As ``TQC.learn``, with another default name in TensorBoard."""
         return super().learn(
             total_timesteps=total_timesteps,
             callback=callback,
@@ -396,7 +397,7 @@ class PERTQC(PrioritizedOffPolicyAlgorithm, TQC):
 
 def _errors_of_means(quantiles: th.Tensor, targets: th.Tensor) -> th.Tensor:
     """
-    :param quantiles: of each critic, shape ``(batch, n_critics, n_quantiles)``
+    :param quantiles: quantiles of each critic, shape ``(batch, n_critics, n_quantiles)``
     :param targets: shape ``(batch, 1, n_target_quantiles)``
     :return: TD error of each critic's mean, shape ``(batch, n_critics)``
     """
@@ -405,7 +406,7 @@ def _errors_of_means(quantiles: th.Tensor, targets: th.Tensor) -> th.Tensor:
 
 def _mean_losses(quantiles: th.Tensor, targets: th.Tensor) -> th.Tensor:
     """
-    :param quantiles: of each critic, shape ``(batch, n_critics, n_quantiles)``
+    :param quantiles: quantiles of each critic, shape ``(batch, n_critics, n_quantiles)``
     :param targets: shape ``(batch, 1, n_target_quantiles)``
     :return: loss of each transition, shape ``(batch, 1)``
     """

@@ -1,4 +1,4 @@
-"""What all trees of priorities share: checks of what they are given, reads and errors."""
+"""Base class of the trees of priorities: checks of arguments, reads and errors."""
 
 import operator
 from abc import ABC, abstractmethod
@@ -19,13 +19,13 @@ _INT64 = np.dtype(np.int64)
 
 class PriorityTree(ABC):
     """
-    Base class of :class:`~sb3_per.SumTree` and :class:`~sb3_per.RankTree`: a fixed number of leaves
-    with a priority each, of which leaves are drawn in proportion to their *masses*. What the mass
-    of a leaf is, a subclass decides; that of a leaf of zero is zero, so that it can't be drawn.
+    Base class of :class:`~sb3_per.SumTree` and :class:`~sb3_per.RankTree`: a fixed number of
+    leaves, each with a priority, that are drawn in proportion to their *masses*. A subclass defines
+    the mass of a leaf; a leaf of zero has a mass of zero, so that it can't be drawn.
 
     Every change is one call of a compiled function, which neither threads nor signals interrupt
     (see :func:`~sb3_per.trees.sum_kernels.compile_kernel`). So one thread may read while another
-    one writes: what it reads may be outdated a moment later, but the tree stays valid.
+    one writes: a value that was read may be outdated a moment later, but the tree stays valid.
 
     :param capacity: number of leaves, at least 1; all are zero at first
     :raises TypeError: if ``capacity`` is not an integer
@@ -44,7 +44,7 @@ class PriorityTree(ABC):
             raise ValueError(f"`capacity` must be at least 1, got {capacity}")
         self._allocate(size)
 
-    # --- what each kind of tree has of its own ---
+    # --- specific to each kind of tree ---
 
     @abstractmethod
     def _allocate(self, capacity: int) -> None:
@@ -65,12 +65,12 @@ class PriorityTree(ABC):
 
         :param indices: int64, shape ``(n,)``, contiguous
         :param priorities: float64, shape ``(n,)``, contiguous
-        :return: position of the first pair that is not allowed, -1 when there is none
+        :return: position of the first pair that is not allowed, -1 if there is none
         """
 
     @abstractmethod
     def _fill(self, start: int, stop: int, priority: float) -> None:
-        """:meth:`fill` once all is checked."""
+        """:meth:`fill` without its checks."""
 
     @abstractmethod
     def _find(self, values: FloatArray, indices: IntArray) -> int:
@@ -139,8 +139,8 @@ class PriorityTree(ABC):
     @abstractmethod
     def masses(self, indices: npt.ArrayLike | slice) -> Any:
         """
-        What leaves are drawn in proportion to. A mass over :attr:`total` is the probability of a
-        leaf to be drawn.
+        Masses of leaves, which are drawn in proportion to them. A mass divided by :attr:`total` is
+        the probability that the leaf is drawn.
 
         :param indices: as in ``tree[indices]``
         :return: a float, or a new array of the same shape; 0 for a leaf of zero
@@ -151,7 +151,7 @@ class PriorityTree(ABC):
     @abstractmethod
     def write(self, indices: IntArray, priorities: FloatArray) -> None:
         """
-        What :meth:`update` does once all is checked.
+        :meth:`update` without its checks.
 
         :param indices: int64, shape ``(n,)``, contiguous, in ``[0, capacity)``
         :param priorities: float64, shape ``(n,)``, contiguous, in ``[0, priority_limit]``
@@ -162,13 +162,13 @@ class PriorityTree(ABC):
         """
         Check the tree against its own rules, from the leaves up.
 
-        :return: whether all of them hold, and if not which one doesn't
+        :return: whether all of them hold, and a description of the first violation
         """
 
-    # --- what they share ---
+    # --- shared ---
 
     def __getstate__(self) -> dict[str, Any]:
-        # Everything else follows from the leaves, to the last bit: no need to store it
+        # Everything else follows from the leaves, bit for bit: no need to store it
         return {"capacity": self._capacity, "leaves": self._leaves}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -214,9 +214,9 @@ class PriorityTree(ABC):
         :param priorities: as many numbers, or a single one for all; finite, not negative, at most
             :attr:`priority_limit`
         :raises IndexError: if an index is outside ``[0, capacity)``
-        :raises TypeError: if the indices are not integers, or the priorities no numbers
+        :raises TypeError: if the indices are not integers, or the priorities are not numbers
         :raises ValueError: if a priority is NaN, infinite, negative or too large, or the lengths
-            differ. After any of the errors the tree is as it was.
+            differ. After any of these errors the tree is unchanged.
         """
         places: IntArray
         values: FloatArray
@@ -244,17 +244,17 @@ class PriorityTree(ABC):
         :param start: number of the first leaf
         :param stop: one past the number of the last leaf
         :param priority: finite, not negative, at most :attr:`priority_limit`
-        :raises IndexError: if the run is empty or leaves ``[0, capacity)``
-        :raises TypeError: if its ends are not integers, or the priority is no number
+        :raises IndexError: if the range is empty or not inside ``[0, capacity)``
+        :raises TypeError: if its ends are not integers, or the priority is not a number
         :raises ValueError: if the priority is NaN, infinite, negative or too large. After any of
-            the errors the tree is as it was.
+            these errors the tree is unchanged.
         """
         first, last = _as_integer("start", start), _as_integer("stop", stop)
         if not 0 <= first < last <= self._capacity:
             raise IndexError(
                 f"leaves {start} to {stop} (exclusive) are not a run inside [0, {self._capacity})"
             )
-        # Plain floats are what comes at every step of an environment
+        # The buffer passes a plain float at every step of an environment
         value = priority if type(priority) is float else float(as_floats("priority", priority))
         if not 0.0 <= value <= self._limit:
             raise self._priority_error(priority, start)
@@ -264,13 +264,13 @@ class PriorityTree(ABC):
         """
         Find leaves by cumulative mass.
 
-        Each leaf owns the half-open interval from the sum of the masses before it to that sum plus
-        its own mass. The end of the last interval, ``total`` itself, counts as inside it, since
-        rounding can lead there. In which order leaves follow each other is said by their class.
+        Each leaf has the half-open interval from the sum of the masses before it to that sum plus
+        its mass. The end of the last interval, ``total`` itself, counts as inside it, since
+        rounding can lead there. The subclass defines the order of the leaves.
 
         :param values: a number, or an array of any shape, in ``[0, total]``
         :return: numbers of the leaves (int64) and their masses, each of the shape of ``values``
-        :raises TypeError: if a value is no number
+        :raises TypeError: if a value is not a number
         :raises ValueError: if a value is NaN or outside ``[0, total]``, or no leaf is above zero
         """
         targets = as_floats("values", values)
@@ -281,7 +281,7 @@ class PriorityTree(ABC):
             raise self._mass_error()
         if at >= 0:
             raise ValueError(f"value {found[at]} is outside [0, total] = [0, {self.total}]")
-        # [()] makes scalars of 0-d arrays and leaves the others as they are
+        # [()] turns 0-d arrays into scalars and leaves other arrays unchanged
         return indices.reshape(targets.shape)[()], found.reshape(targets.shape)[()]
 
     def sample(self, batch_size: SupportsIndex) -> tuple[IntArray, FloatArray]:
@@ -290,19 +290,20 @@ class PriorityTree(ABC):
         leaf (Schaul et al. 2016, section 3.3 and appendix B.2.1). Uniform numbers come from the
         global state of ``np.random``.
 
-        :param batch_size: how many leaves to draw, at least 1; the same leaf can come repeatedly
-        :return: numbers of the leaves (int64, in the order that :meth:`get_leaf` has) and their
-            masses (all above zero), shape ``(batch_size,)`` each
+        :param batch_size: number of leaves to draw, at least 1; the same leaf can be drawn
+            repeatedly
+        :return: numbers of the leaves (int64, in the order of :meth:`get_leaf`) and their masses
+            (all above zero), shape ``(batch_size,)`` each
         :raises TypeError: if ``batch_size`` is not an integer
         :raises ValueError: if ``batch_size`` is below 1, or no leaf is above zero
         """
         n = batch_size if type(batch_size) is int else _as_integer("batch_size", batch_size)
         if n < 1:
             raise ValueError(f"`batch_size` must be at least 1, got {batch_size}")
-        # Before random numbers are taken; in `_draw` again, since other threads may write
+        # Before random numbers are drawn; `_draw` checks again, since other threads may write
         if self.max_priority == 0.0:
             raise self._mass_error()
-        # Becomes the places to look for, then the masses found, all in the same memory
+        # Becomes the values to look for, then the masses found, all in the same memory
         masses = np.random.random_sample(n)
         indices = np.empty(n, _INT64)
         if not self._draw(masses, indices):
@@ -312,7 +313,7 @@ class PriorityTree(ABC):
     def _checked(self, indices: npt.ArrayLike) -> IntArray:
         """
         :param indices: numbers of leaves, of any shape
-        :return: as int64
+        :return: the same numbers as int64
         :raises IndexError: if an index is outside ``[0, capacity)``
         :raises TypeError: if they are not integers
         """
@@ -337,9 +338,9 @@ class PriorityTree(ABC):
 
 def _is_plain(array: Any, dtype: type[np.generic]) -> bool:
     """
-    :param array: what the user gave
-    :param dtype: what a kernel takes
-    :return: whether it can go to a kernel as it is, see :func:`_as_kernels_take_it`
+    :param array: value given by the user
+    :param dtype: type that a kernel takes
+    :return: whether a kernel can take it without a conversion, see :func:`_as_kernels_take_it`
     """
     return (
         type(array) is np.ndarray
@@ -352,9 +353,9 @@ def _is_plain(array: Any, dtype: type[np.generic]) -> bool:
 def _as_integer(name: str, value: Any) -> int:
     """
     :param name: name of the argument, for error messages
-    :param value: what the user gave
-    :return: as a plain int
-    :raises TypeError: if it is no integer
+    :param value: value given by the user
+    :return: the value as a plain int
+    :raises TypeError: if it is not an integer
     """
     try:
         return operator.index(value)
@@ -365,14 +366,14 @@ def _as_integer(name: str, value: Any) -> int:
 def as_indices(indices: npt.ArrayLike) -> IntArray:
     """
     :param indices: integer or array of integers
-    :return: as int64, contiguous
-    :raises TypeError: if they are something else; an empty list counts as integers
-    :raises IndexError: if one does not fit into 64 bits with a sign
+    :return: the same numbers as int64, contiguous
+    :raises TypeError: if they are not integers; an empty list counts as integers
+    :raises IndexError: if one does not fit into a signed 64-bit integer
     """
     places = np.asarray(indices)
     if places.dtype.kind not in "iu":
         if places.dtype == object and all(isinstance(place, int) for place in places.flat):
-            # What NumPy makes of Python integers that fit into none of its types
+            # NumPy's dtype for Python integers that fit into none of its integer types
             largest = max(places.flat, key=abs, default=0)
             if not -(2**63) <= largest < 2**63:
                 raise IndexError(f"index {largest} does not fit into 64 bits")
@@ -387,8 +388,8 @@ def as_floats(name: str, values: npt.ArrayLike) -> FloatArray:
     """
     :param name: name of the values, for error messages
     :param values: number or array of numbers
-    :return: as float64, contiguous; what is too large for that is infinite
-    :raises TypeError: if they are something else: text, None, complex numbers
+    :return: the same numbers as float64, contiguous; those too large for it are infinite
+    :raises TypeError: if they are not real numbers: text, None, complex numbers
     :raises ValueError: if one is an integer too large for a float
     """
     numbers = np.asarray(values)
@@ -406,8 +407,8 @@ def as_floats(name: str, values: npt.ArrayLike) -> FloatArray:
 
 def _as_kernels_take_it(array: npt.NDArray[_T]) -> npt.NDArray[_T]:
     """
-    :param array: array of any kind
-    :return: it or a copy, contiguous, aligned and writable: numba would take seconds to compile
-        each kernel for another kind
+    :param array: any array
+    :return: the array or a copy of it, contiguous, aligned and writable: numba would take seconds
+        to compile each kernel for another layout
     """
     return array if array.flags.carray else array.copy(order="C")

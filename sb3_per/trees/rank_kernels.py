@@ -14,13 +14,13 @@ A separator is the largest entry that may lie below a child: it is at least the 
 and less than the first one of the next child. That of the last child is ``LAST``.
 
 Blocks split when they are full and are freed when they are empty; they never merge. When no block
-is left for a split, everything is laid out again, three quarters full. That takes many splits
-before it happens once more, so that it adds little to the cost of an insertion, on average.
+is left for a split, everything is laid out again, three quarters full. Many splits lie between two
+such layouts, so that they add little to the average cost of an insertion.
 
 In the arrays, ``keys`` has the blocks first, then the separators of the nodes, then those of the
 top. A *slot* is a place for a child: ``FANOUT`` in each node, then one for each node in the top.
 Indices in the innermost loops are unsigned: numba guards every signed index against being negative.
-The tree checks what it is given; no kernel does, unless it says so.
+The tree checks its arguments; the kernels do not, unless they say so.
 """
 
 from typing import NamedTuple
@@ -45,12 +45,12 @@ BLOCK = 64
 FANOUT = 64
 #: Entries in a line of the cache
 LINE = 8
-#: Of how many leaves at least a batch must be to be sorted together with all others
+#: Number of leaves from which on a batch is sorted together with all others
 FEW = 1024
-#: How full blocks and nodes are after a new layout
+#: Fill of blocks and nodes after a new layout
 FILLED_BLOCK = BLOCK * 3 // 4
 FILLED_NODE = FANOUT * 3 // 4
-#: Pads blocks, and stands above every entry
+#: Padding of the blocks, larger than every entry
 LAST = 2**63 - 1
 
 # Places in `head`
@@ -58,10 +58,10 @@ N_RANKED = 0
 N_TOP = 1
 N_FREE_BLOCKS = 2
 N_FREE_NODES = 3
-#: Leaves of the first and of the last rank, when there is any
+#: Leaves of the first and of the last rank, if there are any
 FIRST_LEAF = 4
 LAST_LEAF = 5
-#: Their priorities, bit by bit: 0 and infinity when there is none
+#: Bits of their priorities: those of 0 and infinity if there are none
 LARGEST = 6
 SMALLEST = 7
 HEAD_SIZE = 8
@@ -70,13 +70,13 @@ _U0 = np.uint64(0)
 _U1 = np.uint64(1)
 _BLOCK = np.uint64(BLOCK)
 _FANOUT = np.uint64(FANOUT)
-# Bits of a leaf that waits for its new priority: no number that is not negative has them
+# Bits of a leaf that waits for its new priority: no non-negative number has them
 _PENDING = -1
 _BITS_OF_INFINITY = 0x7FF0 << 48
 
 
 class Masses(NamedTuple):
-    """What masses the ranks have, for one alpha: the mass of rank ``r`` is ``r ** -alpha``."""
+    """Masses of the ranks for one alpha: the mass of rank ``r`` is ``r ** -alpha``."""
 
     alpha: float
     sums: FloatArray  # [capacity], of :func:`cumulate`
@@ -90,7 +90,7 @@ class Ranks(NamedTuple):
     leaves: FloatArray  # [capacity], priorities in order
     keys: IntArray  # [b * BLOCK + v * FANOUT + v], entries of blocks, then separators
     kids: ShortArray  # [v * FANOUT + v], by slot: the block or node below it
-    counts: ShortArray  # [v * FANOUT + v], by slot: how many entries are below it
+    counts: ShortArray  # [v * FANOUT + v], by slot: number of entries below it
     sizes: ShortArray  # [v], children of each node
     free_blocks: ShortArray  # [b], the unused ones first
     free_nodes: ShortArray  # [v], the unused ones first
@@ -102,7 +102,7 @@ def entry_of(bits: Integer, leaf: Integer, shift: Integer) -> Integer:
     """
     :param bits: bits of a priority above zero, as an integer
     :param leaf: number of its leaf
-    :param shift: how many bits a leaf number may need
+    :param shift: number of bits for a leaf number
     :return: the entry: smaller for a larger priority, and then for a smaller leaf number
     """
     return (((LAST >> shift) - 1 - (bits >> shift)) << shift) | leaf
@@ -114,8 +114,8 @@ def entry_of(bits: Integer, leaf: Integer, shift: Integer) -> Integer:
 @compile_kernel
 def _lower(keys: IntArray, start: Integer, n: Integer, entry: Integer) -> Integer:
     """
-    :param start: where some separators begin
-    :param n: how many there are; the last one is not below ``entry``
+    :param start: position of the first separator
+    :param n: number of separators; the last one is not below ``entry``
     :return: position of the first one that is not below ``entry``, counted from ``start``
     """
     low = np.uint64(start)
@@ -130,12 +130,12 @@ def _lower(keys: IntArray, start: Integer, n: Integer, entry: Integer) -> Intege
 @compile_kernel
 def _count_below(keys: IntArray, start: Integer, entry: Integer) -> Integer:
     """
-    :param start: where a block begins
-    :return: how many of its entries are less than ``entry``
+    :param start: position of the first entry of a block
+    :return: number of its entries that are less than ``entry``
     """
     first = np.uint64(start)
     n = _U0
-    # Always the whole block: no branch to be predicted, and a loop that becomes a few instructions
+    # Always the whole block: no branch to predict, and the loop compiles to a few instructions
     for i in range(BLOCK):
         n += np.uint64(keys[first + np.uint64(i)] < entry)
     return np.int64(n)
@@ -144,7 +144,7 @@ def _count_below(keys: IntArray, start: Integer, entry: Integer) -> Integer:
 @compile_kernel
 def _search(tree: Ranks, entry: Integer) -> tuple[Integer, Integer]:
     """
-    Find where an entry belongs.
+    Find the place of an entry.
 
     :return: slot in the top, slot in the node below it
     """
@@ -165,7 +165,7 @@ def _belongs(tree: Ranks, top: Integer, slot: Integer, entry: Integer) -> bool:
 
     :param top: slot in the top, which may be another node's by now
     :param slot: slot in the node that was there
-    :return: whether it does
+    :return: whether it still belongs there
     """
     keys = tree.keys
     first_top = tree.sizes.shape[0] * FANOUT
@@ -192,7 +192,7 @@ def _search_all(tree: Ranks, entries: IntArray, n: int, tops: IntArray, slots: I
     :param entries: the first ``n`` are looked for
     :param tops: receives slots in the top
     :param slots: receives slots in nodes
-    :return: a number made of all that was read, without which the compiler would leave that out
+    :return: a number computed from all reads, without which the compiler would remove them
     """
     n_nodes = tree.sizes.shape[0]
     keys = tree.keys
@@ -237,7 +237,7 @@ def _pack(tree: Ranks, entries: IntArray) -> None:
     """
     Make a new layout of all entries, with blocks and nodes that are evenly filled.
 
-    :param entries: all of them, sorted
+    :param entries: all entries, sorted
     """
     keys = tree.keys
     n_nodes = tree.sizes.shape[0]
@@ -298,16 +298,16 @@ def _entries_in_order(tree: Ranks) -> IntArray:
     return entries
 
 
-# --- taking out ---
+# --- removing ---
 
 
 @compile_kernel
 def _drop_slot(tree: Ranks, slot: Integer, end: Integer) -> None:
     """
-    Take a child out of its list; what its separator allowed goes to the next child, or to the one
-    before if it is the last.
+    Remove a child from its list; its range of entries goes to the next child, or to the one before
+    if it is the last.
 
-    :param slot: of the child
+    :param slot: slot of the child
     :param end: one past the last slot of the list, which has more than one
     """
     node_keys = tree.free_blocks.shape[0] * BLOCK
@@ -323,10 +323,10 @@ def _drop_slot(tree: Ranks, slot: Integer, end: Integer) -> None:
 @compile_kernel
 def _free_block(tree: Ranks, top: Integer, slot: Integer) -> None:
     """
-    Take out a block without entries, and its node if that has no other.
+    Remove an empty block, and its node if that has no other.
 
     :param top: slot of the node
-    :param slot: of the block
+    :param slot: slot of the block
     """
     head = tree.head
     tree.free_blocks[head[N_FREE_BLOCKS]] = tree.kids[slot]
@@ -343,7 +343,7 @@ def _free_block(tree: Ranks, top: Integer, slot: Integer) -> None:
     _drop_slot(tree, top, end)
     head[N_TOP] -= 1
     if top == end - 1:
-        # The last block of the node before takes what is allowed now
+        # The last block of the node before takes over the range of entries
         before = np.int64(tree.kids[top - 1])
         slot = before * FANOUT + tree.sizes[before] - 1
         tree.keys[tree.free_blocks.shape[0] * BLOCK + slot] = LAST
@@ -352,11 +352,11 @@ def _free_block(tree: Ranks, top: Integer, slot: Integer) -> None:
 @compile_kernel
 def _remove_all(tree: Ranks, entries: IntArray, n: int) -> None:
     """
-    Take out entries.
+    Remove entries.
 
     The loop's body is not a separate function: each call would pass all the arrays.
 
-    :param entries: the first ``n`` are taken out; all of them are there
+    :param entries: the first ``n`` are removed; all of them are present
     """
     keys, kids, counts, head = tree.keys, tree.kids, tree.counts, tree.head
     tops = np.empty(n, np.int64)
@@ -376,19 +376,19 @@ def _remove_all(tree: Ranks, entries: IntArray, n: int) -> None:
         counts[slot] -= 1
         counts[top] -= 1
         head[N_RANKED] -= 1
-        # The last block of all stays, so that there is always one to insert into
+        # The very last block stays, so that there is always one to insert into
         if counts[slot] == 0 and head[N_RANKED] > 0:
             _free_block(tree, top, slot)
             changed = True
 
 
-# --- putting in ---
+# --- inserting ---
 
 
 @compile_kernel
 def _make_room(tree: Ranks, slot: Integer, end: Integer) -> None:
     """
-    Move the children behind a slot one further and copy its own separator to the place that is then
+    Move the children behind a slot one further and copy its separator to the place that is then
     free.
 
     :param slot: slot before the new place
@@ -441,11 +441,11 @@ def _split_node(tree: Ranks, top: Integer) -> None:
 def _split_block(tree: Ranks, top: Integer, slot: Integer, place: Integer) -> None:
     """
     Move the end of a full block to a new one behind it. Where entries come in order, one block
-    stays full and the other takes all that may lie between the two: so none is left half empty.
+    stays full and the other takes the range between the two, so that none is left half empty.
 
     :param top: slot of its node, which is not full
-    :param slot: of the block
-    :param place: where in the block the next entry will go
+    :param slot: slot of the block
+    :param place: position in the block of the entry that is inserted next
     """
     keys = tree.keys
     head = tree.head
@@ -478,12 +478,12 @@ def _split_block(tree: Ranks, top: Integer, slot: Integer, place: Integer) -> No
 @compile_kernel
 def _split(tree: Ranks, top: Integer, slot: Integer, entry: Integer) -> tuple[Integer, Integer]:
     """
-    Make room in a full block, by whatever it takes.
+    Make room in a full block: split it, its node, or lay out everything again.
 
     :param top: slot of its node
-    :param slot: of the block
-    :param entry: that is to be put in
-    :return: where the entry belongs now: slot in the top, slot in the node below it
+    :param slot: slot of the block
+    :param entry: entry to insert
+    :return: place of the entry now: slot in the top, slot in the node below it
     """
     head = tree.head
     node_is_full = tree.sizes[tree.kids[top]] == FANOUT
@@ -501,9 +501,9 @@ def _split(tree: Ranks, top: Integer, slot: Integer, entry: Integer) -> tuple[In
 @compile_kernel
 def _insert_all(tree: Ranks, entries: IntArray, n: int) -> None:
     """
-    Put in entries.
+    Insert entries.
 
-    :param entries: the first ``n`` are put in; none of them is there yet
+    :param entries: the first ``n`` are inserted; none of them is present yet
     """
     keys, kids, counts, head = tree.keys, tree.kids, tree.counts, tree.head
     tops = np.empty(n, np.int64)
@@ -534,7 +534,7 @@ def _note_ends(tree: Ranks, shift: int) -> None:
     """
     Note the leaves of the first and of the last rank, and their priorities.
 
-    :param shift: how many bits a leaf number may need
+    :param shift: number of bits for a leaf number
     """
     head = tree.head
     if head[N_RANKED] == 0:
@@ -558,11 +558,11 @@ def _note_ends(tree: Ranks, shift: int) -> None:
 @compile_kernel
 def _sort(numbers: IntArray) -> IntArray:
     """
-    Sort by one byte after the other, the last one first. numba's own sort takes three times as
-    long, and seconds more to compile.
+    Radix sort by bytes, the least significant one first. numba's sort takes three times as long,
+    and seconds more to compile.
 
-    :param numbers: not negative; overwritten
-    :return: the same ones, ascending
+    :param numbers: numbers that are not negative; overwritten
+    :return: the same numbers, ascending
     """
     n = numbers.shape[0]
     to = np.empty(n, np.int64)
@@ -571,11 +571,11 @@ def _sort(numbers: IntArray) -> IntArray:
         for j in range(n):
             ends[(numbers[j] >> 8 * byte) & 255] += 1
         if n == 0 or ends[(numbers[0] >> 8 * byte) & 255] == n:
-            # All have the same
+            # All numbers have the same byte
             continue
         for value in range(1, 256):
             ends[value] += ends[value - 1]
-        # From the end, so that those with the same byte keep their order
+        # From the end, so that numbers with the same byte keep their order
         for j in range(n - 1, -1, -1):
             value = (numbers[j] >> 8 * byte) & 255
             ends[value] -= 1
@@ -589,7 +589,7 @@ def _arrange(tree: Ranks, shift: int) -> None:
     """
     Make everything from the leaves.
 
-    :param shift: how many bits a leaf number may need
+    :param shift: number of bits for a leaf number
     """
     bits = tree.leaves.view(np.int64)
     entries = np.empty(bits.shape[0], np.int64)
@@ -602,7 +602,7 @@ def _arrange(tree: Ranks, shift: int) -> None:
     _note_ends(tree, shift)
 
 
-# --- what the tree calls ---
+# --- called by the tree ---
 
 
 @compile_kernel
@@ -620,11 +620,11 @@ def write(
     priorities: FloatArray,
 ) -> None:
     """
-    Set leaves: take their old entries out, then put the new ones in. Where these are many, sorting
-    all entries takes less time.
+    Set leaves: remove their old entries, then insert the new ones. When there are many, all entries
+    are sorted again, which takes less time.
 
     :param leaves: this and the next ones are the arrays of :class:`Ranks`
-    :param shift: how many bits a leaf number may need
+    :param shift: number of bits for a leaf number
     :param indices: shape ``(n,)``, numbers of the leaves; the last of repeated ones wins
     :param priorities: shape ``(n,)``, finite and not negative
     """
@@ -633,7 +633,7 @@ def write(
     n = indices.shape[0]
     if n > max(FEW, leaves.shape[0] // 4):
         for j in range(n):
-            # Adding zero makes 0.0 of -0.0
+            # Adding zero turns -0.0 into 0.0
             leaves[np.uint64(indices[j])] = priorities[j] + 0.0
         _arrange(tree, shift)
         return
@@ -645,10 +645,10 @@ def write(
         if old > 0:
             entries[n_old] = entry_of(old, indices[j], shift)
             n_old += 1
-        # A leaf that comes again is thereby known
+        # Marks the leaf, in case it is repeated
         bits[leaf] = _PENDING
     _remove_all(tree, entries, n_old)
-    # From the end, so that the last of repeated ones comes first; what is put in keeps its order
+    # From the end, so that the last of repeated ones comes first; the entries keep their order
     first_new = n
     for j in range(n - 1, -1, -1):
         leaf = np.uint64(indices[j])
@@ -681,7 +681,7 @@ def checked_write(
     :func:`write`, unless :func:`first_fault` finds one: then nothing is written.
 
     :param leaves: this and the next ones are the arrays of :class:`Ranks`
-    :param shift: how many bits a leaf number may need
+    :param shift: number of bits for a leaf number
     :param indices: shape ``(n,)``
     :param priorities: shape ``(n,)``
     :param limit: largest priority that is allowed
@@ -721,10 +721,10 @@ def fill(
     priority: float,
 ) -> None:
     """
-    Set a run of neighbouring leaves to one priority; those that have it already cost nothing.
+    Set a range of leaves to one priority; those that have it already cost nothing.
 
     :param leaves: this and the next ones are the arrays of :class:`Ranks`
-    :param shift: how many bits a leaf number may need
+    :param shift: number of bits for a leaf number
     :param start: first leaf
     :param stop: one past the last leaf, greater than ``start``
     :param priority: finite and not negative
@@ -768,7 +768,7 @@ def arrange(
     Make everything from the leaves.
 
     :param leaves: this and the next ones are the arrays of :class:`Ranks`
-    :param shift: how many bits a leaf number may need
+    :param shift: number of bits for a leaf number
     """
     _arrange(Ranks(leaves, keys, kids, counts, sizes, free_blocks, free_nodes, head), shift)
 
@@ -822,7 +822,7 @@ def cumulate(alpha: float, sums: FloatArray) -> None:
     for i in range(sums.shape[0]):
         mass = (i + 1.0) ** -alpha
         new = total + mass
-        # What the addition lost: the total is never the smaller of the two
+        # Rounding error of the addition: the total is never the smaller of the two
         error += (total - new) + mass
         total = new
         # Rounding must not make a sum less than the one before
@@ -887,9 +887,9 @@ def _find_ranks(
     """
     Find the rank whose interval of mass holds each value: the first one whose sum is above it.
 
-    The guide leaves few candidates for each, and between them the sums are nearly a straight line.
-    The step of a number never decreases when the number grows, whatever the rounding, so that the
-    guide never leads past the place.
+    The guide leaves few candidates for each value, and between them the sums are nearly a straight
+    line. The step of a number never decreases when the number grows, whatever the rounding, so that
+    the guide never leads past the rank.
 
     :param sums: of :func:`cumulate`
     :param guide: of :func:`make_guide`
@@ -902,11 +902,11 @@ def _find_ranks(
         step = np.uint64(at)
         first = guide[step]
         ranks[j] = first + np.int64((at - step) * (guide[step + _U1] - first))
-    # In a loop of its own, so that these accesses, the far ones, overlap
+    # In a separate loop, so that these accesses to distant memory overlap
     for j in range(values.shape[0]):
         value = values[j]
         place = np.uint64(ranks[j])
-        # Seldom more than one off
+        # Rarely wrong by more than one
         place += np.uint64(sums[place] <= value)
         before = place - np.uint64(place > _U0)
         place -= np.uint64((before < place) & (sums[before] > value))
@@ -922,8 +922,8 @@ def _select(tree: Ranks, shift: int, ranks: IntArray) -> None:
     """
     Find the leaves of some ranks.
 
-    :param shift: how many bits a leaf number may need
-    :param ranks: shape ``(n,)``, ascending, counted from 0, all taken; replaced by the leaves
+    :param shift: number of bits for a leaf number
+    :param ranks: shape ``(n,)``, ascending, counted from 0, all in use; replaced by the leaves
     """
     keys, kids, counts = tree.keys, tree.kids, tree.counts
     top = np.uint64(tree.sizes.shape[0] * FANOUT)
@@ -942,7 +942,7 @@ def _select(tree: Ranks, shift: int, ranks: IntArray) -> None:
             before_block += counts[slot]
             slot += _U1
         ranks[j] = np.int64(kids[slot]) * BLOCK + (rank - before_block)
-    # In a loop of its own, so that these accesses, the far ones, overlap
+    # In a separate loop, so that these accesses to distant memory overlap
     mask = (1 << shift) - 1
     for j in range(ranks.shape[0]):
         ranks[j] = keys[np.uint64(ranks[j])] & mask
@@ -962,7 +962,7 @@ def _locate(
     """
     Find the leaves whose intervals of mass hold some values.
 
-    :param shift: how many bits a leaf number may need
+    :param shift: number of bits for a leaf number
     :param alpha: this and the next ones are :class:`Masses`
     :param values: shape ``(n,)``, ascending, in ``[0, total]``; replaced by the masses found
     :param indices: shape ``(n,)``, receives the numbers of the leaves, in the order of their ranks
@@ -998,7 +998,7 @@ def find(
     Find the leaves whose intervals of mass hold some values, if all values are in ``[0, total]``.
 
     :param leaves: this and the next ones are the arrays of :class:`Ranks`
-    :param shift: how many bits a leaf number may need
+    :param shift: number of bits for a leaf number
     :param alpha: this and the next ones are :class:`Masses`
     :param values: shape ``(n,)``, ascending; replaced by the masses found
     :param indices: shape ``(n,)``, receives the numbers of the leaves, in the order of their ranks
@@ -1037,7 +1037,7 @@ def draw(
     Stratified draw: cut the total mass into equal parts and take one point in each.
 
     :param leaves: this and the next ones are the arrays of :class:`Ranks`
-    :param shift: how many bits a leaf number may need
+    :param shift: number of bits for a leaf number
     :param alpha: this and the next ones are :class:`Masses`
     :param uniforms: shape ``(n,)``, in ``[0, 1)``, the place inside each stratum; replaced by the
         masses drawn
@@ -1072,7 +1072,7 @@ def all_ranks(
     Find the ranks of all leaves.
 
     :param leaves: this and the next ones are the arrays of :class:`Ranks`
-    :param shift: how many bits a leaf number may need
+    :param shift: number of bits for a leaf number
     :param ranks: shape ``(capacity,)``, receives ranks counted from 1, and 0 for a leaf of zero
     """
     tree = Ranks(leaves, keys, kids, counts, sizes, free_blocks, free_nodes, head)
@@ -1101,7 +1101,7 @@ def ranks_of(
     Find the ranks of leaves.
 
     :param leaves: this and the next ones are the arrays of :class:`Ranks`
-    :param shift: how many bits a leaf number may need
+    :param shift: number of bits for a leaf number
     :param indices: shape ``(n,)``, numbers of leaves
     :param ranks: shape ``(n,)``, receives ranks counted from 1, and 0 for a leaf of zero
     """

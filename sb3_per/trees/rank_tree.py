@@ -23,29 +23,28 @@ class RankTree(PriorityTree):
     ``(1 / rank(i)) ** alpha`` (Schaul et al. 2016, section 3.3, rank-based variant).
 
     Rank 1 has the largest priority. A leaf of zero has no rank and can't be drawn. Leaves of equal
-    priority are ranked by their number, the smaller one first; so ranks depend on the leaves alone
-    and on nothing that was before. Priorities count as equal when they agree in their leading bits:
-    when one of them is at most ``1 + resolution`` times the other, they may. :attr:`resolution` is
-    2.3e-10 for a million leaves and less for fewer; that of float32, in which TD errors come, is
+    priority are ranked by their number, the smaller one first; so ranks depend on the leaves alone,
+    not on their history. Priorities count as equal when they agree in their leading bits, which can
+    happen when one of them is at most ``1 + resolution`` times the other. :attr:`resolution` is
+    2.3e-10 for a million leaves and less for fewer; that of float32, the type of TD errors, is
     6e-8. Apart from this, ranks are exact, and they follow each write at once, while the
     paper's heap is sorted from time to time.
 
     How it works: all leaves above zero lie in the order of their ranks in a tree of three levels,
     blocks of up to 64 leaves below nodes of up to 64 blocks below one list. Counts lead from a rank
     to its leaf, the order of the priorities leads from a leaf to its rank. The mass of rank ``r``
-    is ``r ** -alpha``. Sums of masses are computed once for each ``alpha``, and a draw looks up in
-    them which rank it hits. :meth:`get_leaf` and :meth:`sample` have leaves in the order of their
-    ranks.
+    is ``r ** -alpha``. Sums of masses are computed once for each ``alpha``, and a draw looks up its
+    rank in them. :meth:`get_leaf` and :meth:`sample` return leaves in the order of their ranks.
 
-    What it costs, measured beside a :class:`~sb3_per.SumTree` with 10,000 to 10 million leaves: a
+    Cost, measured against a :class:`~sb3_per.SumTree` with 10,000 to 10 million leaves: a
     draw of 32 takes 1.3 to 1.8 times as long, one of 256 0.9 to 1.2 times; a write of 32 takes 2.7
     to 3.2 times as long, one of 256 5 to 8 times. Both grow with the logarithm of ``capacity``, as
     long as that is not far beyond ten million. Memory is 24 bytes a leaf, and 8 more from the first
     draw on. The first draw after ``alpha`` was set takes 15 ms for a million leaves.
 
     :param capacity: number of leaves, from 1 to ``2**31 - 1``; all are zero at first
-    :param alpha: how much ranks count: 0 draws uniformly, larger values favour the first ranks
-        more; finite, at least 0. The paper has 0.7. It can be changed at any time.
+    :param alpha: strength of the prioritization: 0 draws uniformly, larger values favor the first
+        ranks more; finite, at least 0. The paper uses 0.7. It can be changed at any time.
     :raises TypeError: if ``capacity`` is not an integer
     :raises ValueError: if ``capacity`` or ``alpha`` is out of its range
 
@@ -69,7 +68,7 @@ class RankTree(PriorityTree):
         self._capacity = capacity
         # Any finite one: priorities are not added
         self._limit = float(np.finfo(np.float64).max)
-        # Bits that the number of a leaf may need
+        # Number of bits for the number of a leaf
         self._shift = (capacity - 1).bit_length()
         # A third more blocks than a new layout takes, twice as many nodes
         n_blocks = capacity // (FILLED_BLOCK * 3 // 4) + 4
@@ -87,7 +86,7 @@ class RankTree(PriorityTree):
         )
         self._leaves = self._arrays.leaves
         self._head = self._arrays.head
-        # The same memory, for the numbers in it that are priorities
+        # A view of the same memory, for the numbers in it that are priorities
         self._ends = self._head.view(np.float64)
         self._rebuild()
 
@@ -109,7 +108,7 @@ class RankTree(PriorityTree):
 
     @property
     def alpha(self) -> float:
-        """How much ranks count, at least 0. A change applies to all leaves at once."""
+        """Strength of the prioritization, at least 0. A change applies to all leaves at once."""
         return self._alpha
 
     @alpha.setter
@@ -123,24 +122,24 @@ class RankTree(PriorityTree):
     @property
     def resolution(self) -> float:
         """
-        Priorities of which one is at most ``1 + resolution`` times the other may count as equal
-        (for normal numbers: those from 2.2e-308 on).
+        Relative precision of the order: two priorities may count as equal when one is at most
+        ``1 + resolution`` times the other (for normal numbers: those from 2.2e-308 on).
         """
         return float(2.0 ** (self._shift - 52))
 
     @property
     def draw_arguments(self) -> tuple[Any, ...]:
-        """What :func:`rank_kernels.draw` takes first: the arrays, the masses of this alpha."""
+        """First arguments of :func:`rank_kernels.draw`: the arrays, the masses of this alpha."""
         return (*self._arrays, self._shift, *self._masses_of_ranks())
 
     @property
     def write_arguments(self) -> tuple[Any, ...]:
-        """What :func:`rank_kernels.write` takes first: the arrays."""
+        """First arguments of :func:`rank_kernels.write`: the arrays."""
         return (*self._arrays, self._shift)
 
     @property
     def nbytes(self) -> int:
-        """Memory in bytes: 24 for each leaf of a large tree, 32 once anything was drawn."""
+        """Memory in bytes: 24 per leaf of a large tree, 32 after the first draw."""
         masses = self._masses
         tables = () if masses is None else (masses.sums, masses.guide)
         return sum(array.nbytes for array in (*self._arrays, *tables))
@@ -193,8 +192,8 @@ class RankTree(PriorityTree):
 
     def masses(self, indices: npt.ArrayLike | slice) -> Any:
         """
-        Masses of leaves, ``(1 / rank) ** alpha``. A mass over :attr:`total` is the probability to
-        be drawn.
+        Masses of leaves, ``(1 / rank) ** alpha``. A mass divided by :attr:`total` is the
+        probability that the leaf is drawn.
 
         :param indices: number of a leaf, or an array of them of any shape, in ``[0, capacity)``,
             or a slice
@@ -208,7 +207,7 @@ class RankTree(PriorityTree):
 
     def write(self, indices: IntArray, priorities: FloatArray) -> None:
         """
-        What :meth:`update` does once all is checked.
+        :meth:`update` without its checks.
 
         :param indices: int64, shape ``(n,)``, contiguous, in ``[0, capacity)``
         :param priorities: float64, shape ``(n,)``, contiguous, finite, not negative
@@ -241,11 +240,11 @@ class RankTree(PriorityTree):
         """
         Check the tree against its own rules, from the leaves up.
 
-        :return: whether all of them hold, and if not which one doesn't: the blocks hold each leaf
-            above zero once, in the order of the ranks; counts, separators and the lists of unused
-            places fit; the leaves are finite and not negative
+        :return: whether all of them hold, and a description of the first violation. The blocks hold
+            each leaf above zero once, in the order of the ranks; counts, separators and the lists
+            of unused places are consistent; the leaves are finite and not negative.
         """
-        # As it is at one moment, whatever other threads write meanwhile
+        # A copy from one moment, whatever other threads write meanwhile
         tree = Ranks(*map(np.empty_like, self._arrays))
         rank_kernels.copy(*self._arrays, *tree)
         bad = np.flatnonzero(~((tree.leaves >= 0.0) & (tree.leaves <= self._limit)))
@@ -256,9 +255,9 @@ class RankTree(PriorityTree):
 
     def _masses_of_ranks(self) -> Masses:
         """
-        Give the tables for draws, which are computed when they are first needed.
+        Tables for draws, computed when they are first needed.
 
-        :return: those of the present alpha
+        :return: those of the current alpha
         """
         masses, alpha = self._masses, self._alpha
         # Another thread may have set alpha while this one computed the tables, or the reverse
@@ -275,7 +274,7 @@ class RankTree(PriorityTree):
     def _masses_at(self, ranks: IntArray) -> FloatArray:
         """
         :param ranks: counted from 1, of any shape
-        :return: their masses, of the same shape, to the last bit as :meth:`sample` gives them
+        :return: their masses, of the same shape, bit for bit those that :meth:`sample` returns
         """
         masses = np.empty(ranks.size)
         rank_kernels.masses_of(ranks.ravel() - 1, self._alpha, masses)
@@ -284,11 +283,11 @@ class RankTree(PriorityTree):
 
 def _sorted_entries(leaves: FloatArray, shift: int) -> IntArray:
     """
-    Compute entries from the leaves, a plain NumPy twin of the kernels.
+    Compute entries from the leaves: the kernels' computation in plain NumPy.
 
     :param leaves: priorities
-    :param shift: how many bits a leaf number may need
-    :return: what the blocks must hold
+    :param shift: number of bits for a leaf number
+    :return: entries that the blocks must hold
     """
     ranked = np.flatnonzero(leaves > 0.0)
     bits = leaves[ranked].view(np.int64)
@@ -309,9 +308,9 @@ def _used_slots(tree: Ranks) -> tuple[IntArray, IntArray]:
 
 def _fault_in_slots(tree: Ranks) -> str:
     """
-    Check which blocks and nodes are used, and what is noted of them.
+    Check which blocks and nodes are in use, and their counts and separators.
 
-    :return: what is wrong, or nothing
+    :return: description of the first fault, or an empty string
     """
     _, keys, kids, counts, sizes, free_blocks, free_nodes, head = tree
     top, slots = _used_slots(tree)
@@ -341,10 +340,10 @@ def _fault_in_slots(tree: Ranks) -> str:
 
 def _fault_in_entries(tree: Ranks, shift: int) -> str:
     """
-    Check the blocks, and what is noted of the first and the last rank.
+    Check the blocks, and the records of the first and the last rank.
 
-    :param shift: how many bits a leaf number may need
-    :return: what is wrong, or nothing
+    :param shift: number of bits for a leaf number
+    :return: description of the first fault, or an empty string
     """
     keys, kids, counts, head = tree.keys, tree.kids, tree.counts, tree.head
     n_blocks = len(tree.free_blocks)

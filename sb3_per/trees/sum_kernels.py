@@ -7,13 +7,13 @@ power of two, the number of the node above block 0):
 * ``leaves``: priorities in order, ``8 * n_blocks`` of them, unused ones are zero;
 * ``sums``: binary tree over the blocks, root at 1, the children of node ``i`` side by side at
   ``2 * i`` and ``2 * i + 1``, block ``k`` at ``first + k``;
-* ``extremes``: binary tree over the groups with two numbers a node: at ``2 * i`` the largest leaf
-  below node ``i``, at ``2 * i + 1`` the smallest leaf above zero (infinity when there is none).
+* ``extremes``: binary tree over the groups with two numbers per node: at ``2 * i`` the largest leaf
+  below node ``i``, at ``2 * i + 1`` the smallest leaf above zero (infinity if there is none).
   Group ``k`` is node ``max(first // 8, 1) + k``.
 
-A batch goes down (or up) one level at a time, so that the memory accesses of its members overlap.
+A batch moves down (or up) one level at a time, so that the memory accesses of its members overlap.
 Node numbers are unsigned: numba guards every signed index against being negative. The tree checks
-what it is given; no kernel does, unless it says so.
+its arguments; the kernels do not, unless they say so.
 """
 
 import contextlib
@@ -48,16 +48,16 @@ _U64 = np.uint64(64)
 _NOWHERE = np.uint64(2**64 - 1)
 
 
-#: What :func:`find` returns when all values were found, and when no leaf is above zero
+#: Results of :func:`find`: all values were found, or no leaf is above zero
 FOUND = -1
 NO_MASS = -2
 
 
 class Kernel(CPUDispatcher):
     """
-    A function compiled by numba that does without numba's cache on disk where that fails: a full
-    disk, a folder that can't be written, a damaged file. numba itself lets such errors out of the
-    call, though it could compile the function just as well.
+    A function compiled by numba that works without numba's cache on disk when that fails: a full
+    disk, a folder that can't be written, a damaged file. numba itself raises such errors from the
+    call, although it could compile the function without the cache.
     """
 
     _cache: Any  # of the base class, which gives it no type
@@ -65,16 +65,16 @@ class Kernel(CPUDispatcher):
     def compile(self, sig: Any) -> Any:
         """
         :param sig: types of the arguments
-        :return: what numba calls for them
+        :return: compiled function for them
         """
         try:
             return super().compile(sig)
         except Exception:
-            # What damaged files raise when they are unpickled can be anything
+            # Unpickling a damaged file can raise any exception
             if isinstance(self._cache, NullCache):
                 raise
         with contextlib.suppress(Exception):
-            # A process that comes later can then store its own result
+            # A later process can then store its result
             self._cache.flush()
         self._cache = NullCache()
         return super().compile(sig)
@@ -85,20 +85,20 @@ def compile_kernel(function: _F, fastmath: frozenset[str] = frozenset()) -> _F:
     Compile a function on its first call and keep the result on disk. Two rules hold for every
     kernel:
 
-    * It holds the GIL (no ``nogil``). A kernel that writes would otherwise leave the arrays half
-      changed for other threads, and one that reads sizes, counts or places in one array to go to
-      another would leave its memory when they change under it. That concerns all kernels of the
-      trees and of the buffers, so that none lets the GIL go. As nothing interrupts a kernel, a tree
+    * It holds the GIL (no ``nogil``). Without it, a kernel that writes would show other threads
+      half-changed arrays, and one that reads sizes, counts or places in one array to access another
+      would read outside of it when they change meanwhile. That concerns all kernels of the trees
+      and of the buffers, so that none releases the GIL. As nothing interrupts a kernel, a tree
       changes from one valid state to the next, whatever threads or signals do.
-    * A kernel that Python calls takes the arrays that it fills, and returns numbers or nothing.
-      numba runs Python code to turn an array into an object; when a signal's handler raises there
-      (Ctrl-C), numba goes on with the exception set, and the caller gets a ``SystemError`` in place
-      of a ``KeyboardInterrupt``.
+    * A kernel that is called from Python takes the arrays that it fills as arguments, and returns
+      numbers or nothing. numba runs Python code to turn an array into an object; when a signal
+      handler raises there (Ctrl-C), numba continues with the exception set, and the caller gets a
+      ``SystemError`` instead of a ``KeyboardInterrupt``.
 
     :param function: function in numba's subset of Python
-    :param fastmath: what LLVM may do to float arithmetic beyond IEEE 754; nothing by default,
-        because the trees promise that a node equals the sum of its children to the last bit
-    :return: its compiled form; the function itself when ``NUMBA_DISABLE_JIT`` is set
+    :param fastmath: LLVM flags for float arithmetic beyond IEEE 754; none by default, because the
+        trees promise that a node equals the sum of its children bit for bit
+    :return: the compiled function; the function itself if ``NUMBA_DISABLE_JIT`` is set
     """
     if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]  # made by numba's import
         return function
@@ -122,8 +122,8 @@ def _sum_block(leaves: FloatArray, start: np.uint64) -> float:
 @compile_kernel
 def _largest_in_group(leaves: FloatArray, leaf: np.uint64, known: float) -> float:
     """
-    :param leaf: one of the group
-    :param known: a value that no leaf of the group exceeds: where one equals it, the search ends
+    :param leaf: any leaf of the group
+    :param known: upper bound for the leaves of the group: the search ends at a leaf equal to it
     :return: the largest leaf of the group
     """
     start = (leaf >> _U6) << _U6
@@ -147,9 +147,9 @@ def _largest_in_group(leaves: FloatArray, leaf: np.uint64, known: float) -> floa
 @compile_kernel
 def _smallest_in_group(leaves: FloatArray, leaf: np.uint64, known: float) -> float:
     """
-    :param leaf: one of the group
-    :param known: a value that no leaf above zero falls below: where one equals it, the search ends
-    :return: the smallest leaf of the group that is above zero; infinity when there is none
+    :param leaf: any leaf of the group
+    :param known: lower bound for the leaves above zero: the search ends at a leaf equal to it
+    :return: the smallest leaf of the group that is above zero; infinity if there is none
     """
     start = (leaf >> _U6) << _U6
     stop = min(start + _U64, np.uint64(leaves.shape[0]))
@@ -167,14 +167,14 @@ def _smallest_in_group(leaves: FloatArray, leaf: np.uint64, known: float) -> flo
 @compile_kernel
 def _raise_largest(extremes: FloatArray, at: np.uint64, largest: float) -> None:
     """
-    Set the largest leaf of a node, and of those above it as far as that changes them.
+    Set the largest leaf of a node, and of the nodes above it as far as they change.
 
-    :param at: its place in ``extremes``
+    :param at: position of the node in ``extremes``
     """
     while extremes[at] != largest:
         extremes[at] = largest
         node = at >> _U2
-        # Above the root is node 0, which is none
+        # Node 0, above the root, does not exist
         if node == _U0:
             break
         at = node << _U1
@@ -184,9 +184,9 @@ def _raise_largest(extremes: FloatArray, at: np.uint64, largest: float) -> None:
 @compile_kernel
 def _raise_smallest(extremes: FloatArray, at: np.uint64, smallest: float) -> None:
     """
-    Set the smallest leaf of a node, and of those above it as far as that changes them.
+    Set the smallest leaf of a node, and of the nodes above it as far as they change.
 
-    :param at: its place in ``extremes``
+    :param at: position of the node in ``extremes``
     """
     while extremes[at] != smallest:
         extremes[at] = smallest
@@ -203,11 +203,11 @@ def _follow_extremes(
     leaves: FloatArray, extremes: FloatArray, at: np.uint64, leaf: np.uint64, before: float
 ) -> None:
     """
-    Bring the extremes above a leaf that was just set up to date. Its group is looked through only
-    where the leaf was the largest or the smallest one, and is no longer.
+    Update the extremes above a leaf that was just set. Its group is searched only if the leaf was
+    the largest or the smallest one and no longer is.
 
-    :param at: place of its group in ``extremes``
-    :param before: what the leaf was
+    :param at: position of its group in ``extremes``
+    :param before: previous priority of the leaf
     """
     value = leaves[leaf]
     largest = extremes[at]
@@ -230,8 +230,8 @@ def _descend(
     """
     Find the leaf whose cumulative interval holds each value.
 
-    The way goes right where the value reaches the left sum *and* there is mass on the right. So a
-    leaf of zero is never reached, also where rounding carries a value past the end of an interval.
+    The search goes right where the value reaches the left sum *and* there is mass on the right. So
+    a leaf of zero is never found, even when rounding carries a value past the end of an interval.
 
     :param first: number of the node above block 0
     :param values: shape ``(n,)``, in ``[0, total]``; replaced by the leaves found
@@ -311,7 +311,7 @@ def draw(
     if total == 0.0:
         return False
     for j in range(n):
-        # Not times total / n, which is zero for the smallest of totals
+        # Not times total / n, which is zero for the smallest totals
         uniforms[j] = (j + uniforms[j]) / n * total
     _descend(leaves, sums, first, uniforms, indices)
     return True
@@ -322,10 +322,10 @@ def first_fault(indices: IntArray, priorities: FloatArray, size: int, limit: flo
     """
     Look for an entry that must not be written.
 
-    :param size: how many leaves may be written to
+    :param size: number of leaves that may be written to
     :param limit: largest priority that is allowed
     :return: position of the first index outside ``[0, size)`` or priority outside ``[0, limit]``
-        (NaN included), -1 when there is none
+        (NaN included), -1 if there is none
     """
     for j in range(indices.shape[0]):
         if not (0 <= indices[j] < size and 0.0 <= priorities[j] <= limit):
@@ -337,7 +337,7 @@ def first_fault(indices: IntArray, priorities: FloatArray, size: int, limit: flo
 def _raise_sums(sums: FloatArray, nodes: NodeArray, n: int, level: np.uint64) -> None:
     """
     Recompute all sums above some nodes, three levels at once as long as there are three: that
-    reads eight neighbours, one cache line, and is quicker than to follow each node by itself.
+    reads eight neighbors, one cache line, and is faster than following each node by itself.
 
     :param nodes: ``n`` nodes of one level; overwritten
     :param level: the first node of that level
@@ -397,8 +397,8 @@ def write(
     """
     Set leaves, then recompute every node above them from its children.
 
-    Neighbours in the batch that share a parent recompute it once: a stratified draw comes back in
-    ascending order, so that the upper levels cost next to nothing.
+    Neighbors in the batch that share a parent recompute it once: a stratified draw is in ascending
+    order, so that the upper levels cost next to nothing.
 
     :param first: number of the node above block 0
     :param indices: shape ``(n,)``, numbers of the leaves; the last of repeated ones wins
@@ -410,21 +410,21 @@ def write(
     nodes = np.empty(n, np.uint64)
     looked_at = np.empty(n, np.float64)
     for j in range(n):
-        # Only brings what is needed next into the cache, all of it at once: later on, which way
-        # to go depends on it
+        # Only loads into the cache what is needed next, all of it at once: later on, a branch
+        # depends on it
         leaf = np.uint64(indices[j])
         looked_at[j] = leaves[leaf] + extremes[(first_group + (leaf >> _U6)) << _U1]
         nodes[j] = first_node + (leaf >> _U3)
     for j in range(n):
         leaf = np.uint64(indices[j])
         before = leaves[leaf]
-        # Adding zero makes 0.0 of -0.0
+        # Adding zero turns -0.0 into 0.0
         value = priorities[j] + 0.0
         leaves[leaf] = value
         at = (first_group + (leaf >> _U6)) << _U1
         largest = extremes[at]
         smallest = extremes[at + _U1]
-        # Asked here, since the call costs more than what it seldom has to do
+        # Checked here, since the call costs more than the work that it rarely has to do
         if max(before, value) >= largest or min(before, value) <= smallest:
             _follow_extremes(leaves, extremes, at, leaf, before)
     n_nodes = 0
@@ -451,7 +451,7 @@ def fill(
     priority: float,
 ) -> None:
     """
-    Set a run of neighbouring leaves to one priority and recompute the nodes above them.
+    Set a range of leaves to one priority and recompute the nodes above them.
 
     :param first: number of the node above block 0
     :param start: first leaf
@@ -504,7 +504,7 @@ def checked_write(
     :param first: number of the node above block 0
     :param indices: shape ``(n,)``
     :param priorities: shape ``(n,)``
-    :param size: how many leaves may be written to
+    :param size: number of leaves that may be written to
     :param limit: largest priority that is allowed
     :return: position of the fault, or -1
     """
@@ -518,7 +518,7 @@ def checked_write(
 def copy_array(array: npt.NDArray[_T], to: npt.NDArray[_T]) -> None:
     """
     :param array: shape ``(n,)``
-    :param to: same shape, receives what is in the array
+    :param to: same shape, receives the content of the array
     """
     for i in range(array.shape[0]):
         to[i] = array[i]

@@ -14,9 +14,9 @@ __all__ = ["SumTree"]
 
 def _zeros_on_cache_lines(size: int) -> FloatArray:
     """
-    :param size: how many numbers
+    :param size: number of zeros
     :return: zeros, shape ``(size,)``, that start at the beginning of a cache line (64 bytes), so
-        that a block of leaves is one line and not two
+        that a block of leaves takes one line and not two
     """
     array = np.zeros(size + BLOCK - 1)
     offset = -(array.ctypes.data // array.itemsize) % BLOCK
@@ -25,14 +25,14 @@ def _zeros_on_cache_lines(size: int) -> FloatArray:
 
 class SumTree(PriorityTree):
     """
-    Binary tree whose leaves are priorities and whose every node holds the sum below it
-    (Schaul et al. 2016, appendix B.2.1). The mass of a leaf is its priority, and leaves follow each
-    other by number.
+    Binary tree whose leaves are priorities and whose nodes hold the sums of the leaves below them
+    (Schaul et al. 2016, appendix B.2.1). The mass of a leaf is its priority, and leaves are ordered
+    by number.
 
     Drawing a leaf in proportion to its priority, and changing a priority, take time logarithmic
     in ``capacity``. Sums are float64 and always recomputed from the children, never adjusted by a
-    difference, so that no error builds up: ``total`` after any history depends on the leaves
-    alone. A leaf of zero can't be drawn. The largest and the smallest priority are exact and
+    difference, so that no error accumulates: ``total`` depends on the leaves alone, not on their
+    history. A leaf of zero can't be drawn. The largest and the smallest priority are exact and
     known at any time.
 
     :param capacity: number of leaves, at least 1; all are zero at first
@@ -70,19 +70,19 @@ class SumTree(PriorityTree):
 
     @property
     def draw_arguments(self) -> tuple[FloatArray, FloatArray, int]:
-        """The arrays that :func:`sum_kernels.draw` takes first."""
+        """First arguments of :func:`sum_kernels.draw`: the arrays."""
         return self._blocks, self._sums, self._first
 
     @property
     def write_arguments(self) -> tuple[FloatArray, FloatArray, FloatArray, int]:
-        """The arrays that :func:`sum_kernels.write` takes first."""
+        """First arguments of :func:`sum_kernels.write`: the arrays."""
         return self._blocks, self._sums, self._extremes, self._first
 
     @property
     def nbytes(self) -> int:
         """
-        Memory in bytes: for each leaf of a large tree 10.5 where ``capacity`` is a power of two, up
-        to 13 elsewhere; 10.6 for a million leaves.
+        Memory in bytes: per leaf of a large tree 10.5 if ``capacity`` is a power of two, up to 13
+        otherwise; 10.6 for a million leaves.
         """
         return self._blocks.nbytes + self._sums.nbytes + self._extremes.nbytes
 
@@ -113,7 +113,7 @@ class SumTree(PriorityTree):
 
     def masses(self, indices: npt.ArrayLike | slice) -> Any:
         """
-        What leaves are drawn in proportion to, which is here the priorities themselves.
+        Masses of leaves, which are drawn in proportion to them: here the priorities themselves.
 
         :param indices: as in ``tree[indices]``
         :return: the same as ``tree[indices]``
@@ -122,7 +122,7 @@ class SumTree(PriorityTree):
 
     def write(self, indices: IntArray, priorities: FloatArray) -> None:
         """
-        What :meth:`update` does once all is checked.
+        :meth:`update` without its checks.
 
         :param indices: int64, shape ``(n,)``, contiguous, in ``[0, capacity)``
         :param priorities: float64, shape ``(n,)``, contiguous, in ``[0, priority_limit]``
@@ -158,11 +158,11 @@ class SumTree(PriorityTree):
         """
         Check the tree against its own rules, from the leaves up.
 
-        :return: whether all of them hold, and if not which one doesn't: every node equals the sum
-            of its children to the last bit, the extremes are those of the leaves, the leaves are
-            finite and not negative
+        :return: whether all of them hold, and a description of the first violation. Every node
+            equals the sum of its children bit for bit, the extremes are those of the leaves, the
+            leaves are finite and not negative.
         """
-        # As they were at one moment, whatever other threads write meanwhile
+        # Copies from one moment, whatever other threads write meanwhile
         blocks, sums, extremes = map(np.empty_like, (self._blocks, self._sums, self._extremes))
         sum_kernels.copy(self._blocks, self._sums, self._extremes, blocks, sums, extremes)
         bad = np.flatnonzero(~((blocks >= 0.0) & (blocks <= self._limit)))
@@ -188,10 +188,10 @@ class SumTree(PriorityTree):
 
     def _nodes_above(self, leaves: FloatArray) -> tuple[FloatArray, FloatArray]:
         """
-        Compute all nodes at once, a plain NumPy twin of the kernels.
+        Compute all nodes at once: the kernels' computation in plain NumPy.
 
-        :param leaves: with the rest of the last block
-        :return: what ``_sums`` and ``_extremes`` must hold
+        :param leaves: leaves including the unused rest of the last block
+        :return: contents that ``_sums`` and ``_extremes`` must have
         """
         first = self._first
         n_blocks = len(leaves) // BLOCK

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ALGORITHMS", "COMMANDS", "hyperparameters_of", "main", "register"]
 
-#: Names for ``--algo``, and where the classes are
+#: Names for ``--algo``, and the locations of the classes
 ALGORITHMS = {
     "per_dqn": ("sb3_per.per_dqn", "PERDQN"),
     "per_qrdqn": ("sb3_per.per_qrdqn", "PERQRDQN"),
@@ -30,7 +30,7 @@ ALGORITHMS = {
     "per_tqc": ("sb3_per.per_tqc", "PERTQC"),
 }
 
-#: Subcommands, and rl-zoo3's functions that they hand over to
+#: Subcommands, and the functions of rl-zoo3 that they call
 COMMANDS = {
     "train": ("rl_zoo3.train", "train"),
     "enjoy": ("rl_zoo3.enjoy", "enjoy"),
@@ -60,7 +60,8 @@ def hyperparameters_of(algorithm: str) -> Path:
 
 def register() -> None:
     """
-    Make rl-zoo3, in this process, know our algorithms, what to tune of them, and our environments.
+    Register our algorithms, their samplers of hyperparameters and our environments with rl-zoo3, in
+    this process.
 
     :raises ModuleNotFoundError: if rl-zoo3 is not installed (extra ``zoo``)
     """
@@ -73,7 +74,7 @@ def register() -> None:
         ALGOS[name] = _class_of(name)
         sample: Any = HYPERPARAMS_SAMPLER[original]
         HYPERPARAMS_SAMPLER[name] = _with_per_options(sample, "dqn" in name)  # type: ignore[assignment]
-        # Passes on what it doesn't know
+        # Passes on parameters that it doesn't know
         HYPERPARAMS_CONVERTER[name] = HYPERPARAMS_CONVERTER[original]
 
 
@@ -81,7 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     Run a command of rl-zoo3.
 
-    :param arguments: of the command line, the command first; those of this process by default
+    :param arguments: arguments of the command line, the command first; those of this process by
+        default
     :return: exit code
     :raises ModuleNotFoundError: if rl-zoo3 (or seaborn, for the plots) is not installed
     """
@@ -121,8 +123,8 @@ def _class_of(name: str) -> type[Any]:
 def _defaults(command: str, arguments: list[str]) -> list[str]:
     """
     :param command: one of :data:`COMMANDS`
-    :param arguments: of the user
-    :return: arguments to go before them: where an argument comes twice, the last one counts
+    :param arguments: arguments given by the user
+    :return: arguments to put before them: of a repeated argument, the last one counts
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--algo")
@@ -139,9 +141,9 @@ def _defaults(command: str, arguments: list[str]) -> list[str]:
 
 def _for_playing(algorithm: type[Any]) -> type[Any]:
     """
-    :param algorithm: to load a model of
-    :return: what to load it with when it isn't going to learn: without memory for a replay buffer.
-        rl-zoo3 does that for the algorithms that it has a list of.
+    :param algorithm: class of a saved model
+    :return: class that loads it without memory for a replay buffer, for models that don't learn.
+        rl-zoo3 does that for the algorithms in its list.
     """
 
     class Player(algorithm):  # type: ignore[misc]
@@ -158,7 +160,7 @@ Sampler = Callable[["optuna.Trial", int, int, dict[str, Any]], dict[str, Any]]
 
 def _with_per_options(sample: Sampler, has_double_q: bool) -> Sampler:
     """
-    :param sample: of rl-zoo3, suggests the hyperparameters that an algorithm shares with ours
+    :param sample: sampler of rl-zoo3 for the hyperparameters of the original algorithm
     :param has_double_q: whether ``double_q`` is an option of the algorithm
     :return: the same, with the options of prioritized replay
     """

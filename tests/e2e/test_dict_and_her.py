@@ -270,7 +270,7 @@ def test_hindsight_learns(n_envs: int, buffer_class: Any) -> None:
     wanted = batch.observations["desired_goal"].numpy()
     achieved = batch.next_observations["achieved_goal"].numpy()
     np.testing.assert_array_equal(batch.rewards[:, 0], (wanted == achieved).all(axis=1) - 1.0)
-    # The goal of the task is all ones; an episode that reaches it may be relabelled with it
+    # The goal of the task is all ones; an episode that reaches it may be relabeled with it
     assert (wanted.all(axis=1)).sum() >= 10
     assert not wanted.all()
 

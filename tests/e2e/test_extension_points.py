@@ -207,13 +207,13 @@ def test_a_buffer_that_augments_its_batches_is_used_as_often_as_in_sb3(
 
 
 class GoalsOfItsOwn(PrioritizedHerReplayBuffer):
-    """Rewards of 1000 for all that is relabelled."""
+    """Rewards of 1000 for all that is relabeled."""
 
-    n_relabelled = 0
+    n_relabeled = 0
 
     def _get_virtual_samples(self, batch_indices: Any, env_indices: Any, env: Any = None) -> Any:
         batch = super()._get_virtual_samples(batch_indices, env_indices, env)
-        self.n_relabelled += len(batch_indices)
+        self.n_relabeled += len(batch_indices)
         return batch._replace(rewards=th.full_like(batch.rewards, 1000.0))
 
 
@@ -226,7 +226,7 @@ def test_a_buffer_with_a_way_of_its_own_to_relabel_is_used(algorithm: type[Any])
         replay_buffer_kwargs={"n_sampled_goal": 3},
     ).learn(40)
     buffer = model.replay_buffer
-    assert buffer.n_relabelled == model._n_updates * 6 == 180
+    assert buffer.n_relabeled == model._n_updates * 6 == 180
     batch = buffer.sample(8)
     assert int((batch.rewards == 1000.0).sum()) == 6
     assert buffer.priorities.max() > 100.0**0.6

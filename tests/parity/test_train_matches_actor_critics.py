@@ -72,7 +72,7 @@ class NormalizedFeatures(BaseFeaturesExtractor):
 
 
 SMALL: dict[str, Any] = {
-    "buffer_size": 90,
+    "buffer_size": 64,
     "learning_starts": 20,
     # No powers of two: means of means would be rounded otherwise
     "batch_size": 23,
@@ -131,7 +131,8 @@ def replay_draws(theirs: Any, drawn: list[npt.NDArray[np.int64]]) -> None:
         np.random.random_sample(batch_size)
         rows, envs = np.divmod(next(draws), buffer.n_envs)
         with mock.patch("numpy.random.randint", return_value=envs):
-            return buffer._get_samples(rows, env)
+            batch: ReplayBufferSamples = buffer._get_samples(rows, env)
+            return batch
 
     buffer.sample = sample
 
@@ -140,7 +141,7 @@ def run_both(
     name: str,
     n_envs: int = 1,
     normalize: bool = False,
-    total: int = 100,
+    total: int = 80,
     options: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> tuple[Any, Any]:

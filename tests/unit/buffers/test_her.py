@@ -227,7 +227,7 @@ class History:
         np.testing.assert_array_equal(buffer.priorities, self.leaves[: buffer.n_transitions])
 
     def goals(self, index: int, strategy: str) -> list[int]:
-        """What a transition may be relabelled with."""
+        """What a transition may be relabeled with."""
         episode = self.episode_of(index)
         if strategy == "future":
             episode = episode[episode.index(index) :]
@@ -236,16 +236,16 @@ class History:
         return [self.stored[place].next_number for place in episode]
 
     def check_batch(
-        self, batch: Any, strategy: str, n_relabelled: int, bonus: bool = False
+        self, batch: Any, strategy: str, n_relabeled: int, bonus: bool = False
     ) -> npt.NDArray[np.bool_]:
-        """:return: which ones are relabelled"""
-        relabelled = batch.observations["desired_goal"].numpy()[:, 0] > 0
-        assert relabelled.sum() == n_relabelled
+        """:return: which ones are relabeled"""
+        relabeled = batch.observations["desired_goal"].numpy()[:, 0] > 0
+        assert relabeled.sum() == n_relabeled
         for at, index in enumerate(batch.indices.tolist()):
             stored, env = self.stored[index], index % self.n_envs
             assert self.leaves[index] > 0.0
             goal, reward = stored.wanted, stored.reward
-            if relabelled[at]:
+            if relabeled[at]:
                 goal = int(batch.observations["desired_goal"][at].item())
                 assert goal in self.goals(index, strategy)
                 reward = -1.0 - abs(stored.next_number - goal) - bonus * stored.number
@@ -259,7 +259,7 @@ class History:
             assert batch.rewards[at].tolist() == [reward]
             assert batch.actions[at].tolist() == [stored.action]
             assert batch.dones[at].tolist() == [float(stored.done and not stored.timeout)]
-        return np.asarray(relabelled)
+        return np.asarray(relabeled)
 
 
 def sample(buffer: PrioritizedHerReplayBuffer, batch_size: int, env: Any = None) -> Any:
@@ -436,8 +436,8 @@ def test_a_batch_has_stored_transitions_with_goals_of_their_own_episode(
     seen: dict[int, set[int]] = {}
     for _ in range(60):
         batch = sample(buffer, 50)
-        relabelled = history.check_batch(batch, strategy, 40)
-        for at in np.flatnonzero(relabelled):
+        relabeled = history.check_batch(batch, strategy, 40)
+        for at in np.flatnonzero(relabeled):
             goal = int(batch.observations["desired_goal"][at].item())
             seen.setdefault(int(batch.indices[at]), set()).add(goal)
     # All that may be drawn was drawn, with every goal that it may get
@@ -466,7 +466,7 @@ def test_goals_are_drawn_uniformly(strategy: str) -> None:
 
 @pytest.mark.parametrize("batch_size", [1, 2, 7, 64])
 @pytest.mark.parametrize("n_sampled_goal", [0, 1, 2, 4, 9])
-def test_how_many_are_relabelled(n_sampled_goal: int, batch_size: int) -> None:
+def test_how_many_are_relabeled(n_sampled_goal: int, batch_size: int) -> None:
     buffer = make_her(10, n_sampled_goal=n_sampled_goal)
     history = History(10, 1, buffer)
     history.add_episodes(3, 4)
@@ -476,8 +476,8 @@ def test_how_many_are_relabelled(n_sampled_goal: int, batch_size: int) -> None:
         history.check_batch(buffer.sample(batch_size), "future", expected)
 
 
-def relabelled_shares(buffer: PrioritizedHerReplayBuffer, history: History, n: int) -> FloatArray:
-    """How often each place in a batch of 10 is relabelled; four of five are."""
+def relabeled_shares(buffer: PrioritizedHerReplayBuffer, history: History, n: int) -> FloatArray:
+    """How often each place in a batch of 10 is relabeled; four of five are."""
     counts = np.zeros(10)
     for _ in range(n):
         batch = sample(buffer, 10)
@@ -486,17 +486,17 @@ def relabelled_shares(buffer: PrioritizedHerReplayBuffer, history: History, n: i
     return counts / n
 
 
-def assert_relabelled_at_random(shares: FloatArray) -> None:
+def assert_relabeled_at_random(shares: FloatArray) -> None:
     # Five standard deviations of 400 draws
     np.testing.assert_allclose(shares, 0.8, atol=5.0 * math.sqrt(0.8 * 0.2 / 400))
 
 
-def test_which_ones_are_relabelled_is_random() -> None:
+def test_which_ones_are_relabeled_is_random() -> None:
     # The draw comes in the order of the rows: the first ones would always be the oldest.
     buffer = make_her(10)
     history = History(10, 1, buffer)
     history.add_episodes(3, 2, 4, 1)
-    assert_relabelled_at_random(relabelled_shares(buffer, history, 400))
+    assert_relabeled_at_random(relabeled_shares(buffer, history, 400))
 
 
 def test_the_check_finds_the_first_ones_of_a_draw_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -505,7 +505,7 @@ def test_the_check_finds_the_first_ones_of_a_draw_out(monkeypatch: pytest.Monkey
     history.add_episodes(3, 2, 4, 1)
     monkeypatch.setattr(np.random, "permutation", np.arange)
     with pytest.raises(AssertionError):
-        assert_relabelled_at_random(relabelled_shares(buffer, history, 400))
+        assert_relabeled_at_random(relabeled_shares(buffer, history, 400))
 
 
 def test_relabelling_leaves_the_stored_transitions_alone() -> None:
@@ -550,14 +550,14 @@ def normalizer(n_envs: int) -> VecNormalize:
 
 
 @pytest.mark.parametrize("normalized", [False, True])
-@pytest.mark.parametrize("relabelled", [False, True])
+@pytest.mark.parametrize("relabeled", [False, True])
 @pytest.mark.parametrize("n_envs", [1, 3])
 def test_rows_are_those_of_sb3_to_the_last_bit(
-    n_envs: int, relabelled: bool, normalized: bool
+    n_envs: int, relabeled: bool, normalized: bool
 ) -> None:
-    # None or all of them relabelled; the goal of the strategy "final" is no matter of chance.
+    # None or all of them relabeled; the goal of the strategy "final" is no matter of chance.
     options: dict[str, Any] = {
-        "n_sampled_goal": math.inf if relabelled else 0,
+        "n_sampled_goal": math.inf if relabeled else 0,
         "goal_selection_strategy": "final",
     }
     ours, theirs = make_her(9, n_envs, **options), make_plain(9, n_envs, **options)
@@ -568,7 +568,7 @@ def test_rows_are_those_of_sb3_to_the_last_bit(
     env = normalizer(n_envs) if normalized else None
     batch = sample(ours, 40, env)
     rows, envs = np.divmod(batch.indices, n_envs)
-    get = theirs._get_virtual_samples if relabelled else theirs._get_real_samples
+    get = theirs._get_virtual_samples if relabeled else theirs._get_real_samples
     expected: Any = get(rows, envs, env)
     pairs = [(getattr(batch, name), getattr(expected, name)) for name in ("actions", "dones")]
     pairs.append((batch.rewards, expected.rewards))

@@ -134,7 +134,7 @@ def test_each_step_is_logged_and_none_for_no_gradient_steps(algorithm: Any) -> N
 
 def train_once(algorithm: Any, weights: th.Tensor) -> dict[str, th.Tensor]:
     """By how much one step of gradient descent with these weights changes each tensor."""
-    kwargs = {"policy_delay": 1} if algorithm.__name__ == "PERTD3" else {}
+    kwargs: dict[str, Any] = {"policy_delay": 1} if algorithm.__name__ == "PERTD3" else {}
     policy_kwargs = {"net_arch": [8], "optimizer_class": th.optim.SGD}
     model = make(algorithm, learning_starts=100, policy_kwargs=policy_kwargs, **kwargs).learn(20)
     sample = model.replay_buffer.sample

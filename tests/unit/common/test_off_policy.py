@@ -1022,26 +1022,6 @@ def test_a_buffer_that_does_not_fit_is_refused_and_the_models_own_kept(
     model.learn(4)
 
 
-@pytest.mark.parametrize("content", [{"alpha": 0.6}, [1, 2], None])
-def test_what_is_no_buffer_is_refused_and_the_models_own_kept(content: Any) -> None:
-    model = make_model()
-    before = model.replay_buffer
-    with pytest.raises(AssertionError, match="must inherit from ReplayBuffer"):
-        model.load_replay_buffer(as_file(content))
-    assert model.replay_buffer is before
-
-
-def test_a_broken_file_is_refused_and_the_models_own_buffer_kept(tmp_path: Path) -> None:
-    model = make_model().learn(8)
-    before = model.replay_buffer
-    content = as_file(model.replay_buffer).getvalue()
-    with pytest.raises((EOFError, pickle.UnpicklingError)):
-        model.load_replay_buffer(io.BytesIO(content[: len(content) // 2]))
-    with pytest.raises(FileNotFoundError):
-        model.load_replay_buffer(tmp_path / "nowhere.pkl")
-    assert model.replay_buffer is before
-
-
 @pytest.mark.parametrize("in_dict", [False, True])
 def test_other_bounds_of_the_observations_do_not_matter(in_dict: bool) -> None:
     def space(bound: float) -> spaces.Space[Any]:

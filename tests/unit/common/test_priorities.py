@@ -11,6 +11,7 @@ from stable_baselines3 import DQN
 from torch.nn import functional as F
 
 from actor_critic_helpers import make, tensors_of
+from buffer_helpers import random_state
 from model_helpers import TenStepEnv
 from sb3_per import (
     PERDDPG,
@@ -56,14 +57,17 @@ def context_of(*errors: float) -> PriorityContext:
 def recorded(model: Any) -> dict[str, Any]:
     """Train on one batch; its context, all that this has, and what it was made."""
     seen: dict[str, Any] = {}
+    # Compiled code has its own way to the same priorities
+    model.compiled = False
     priorities = model._priorities_of
 
     def recording(context: PriorityContext) -> th.Tensor:
         seen["context"] = context
         for name in ("td_errors", "critic_td_errors", "losses", "target_losses"):
             seen[name] = getattr(context, name)
-        seen["values"] = priorities(context)
-        return seen["values"]
+        values: th.Tensor = priorities(context)
+        seen["values"] = values
+        return values
 
     model._priorities_of = recording
     model.train(1, batch_size=7)
@@ -124,10 +128,10 @@ def test_pertd3_and_persac_have_the_loss_that_they_train_on_of_both_critics(loss
         context = seen["context"]
         assert context.estimates.shape == (7, 2)
         assert context.targets.shape == (7, 1)
-        by_hand = {
-            "huber": lambda error: th.where(error.abs() < 1, error**2 / 2, error.abs() - 0.5),
-            "mse": lambda error: error**2,
-        }[loss](context.targets - context.estimates)
+        errors = (context.targets - context.estimates).abs()
+        by_hand = errors**2
+        if loss == "huber":
+            by_hand = th.where(errors < 1, by_hand / 2, errors - 0.5)
         np.testing.assert_allclose(seen["losses"], factor * by_hand.sum(1, True), rtol=1e-5)
         logged = model.logger.name_to_value["train/critic_loss"]
         np.testing.assert_allclose(logged, seen["losses"].mean(), rtol=1e-5)
@@ -187,10 +191,12 @@ def test_what_train_feeds_back_is_the_function_of_what_it_trains_on(algorithm: A
         assert got.shape == (7, 1)
         np.testing.assert_allclose(got, expected, rtol=1e-6)
         indices = seen[name]["context"].batch.indices
-        last = {index: float(value) for index, value in zip(indices, got[:, 0], strict=True)}
+        last: dict[int, float] = {
+            index: float(value) for index, value in zip(indices, got[:, 0], strict=True)
+        }
         leaves = models[name].replay_buffer.priorities
-        for index, value in last.items():
-            assert leaves[index] == pytest.approx((value + 0.25) ** 0.5)
+        for place, last_value in last.items():
+            assert leaves[place] == pytest.approx((last_value + 0.25) ** 0.5)
 
     check("td_error", seen["td_error"]["critic_td_errors"].abs().mean(1, True))
     largest = seen["clipped"]["critic_td_errors"].abs().max(1, True).values
@@ -222,14 +228,14 @@ def test_looking_at_a_batch_leaves_the_random_numbers_and_the_networks_alone(
 ) -> None:
     model = small(algorithm)
     batch = model.replay_buffer.sample(7)
-    before, states = tensors_of(model), (th.get_rng_state(), np.random.get_state()[1].tolist())
+    before, states = tensors_of(model), (th.get_rng_state(), random_state())
     errors = model.td_errors(batch)
     assert errors.shape == (7, 1)
     assert th.equal(errors, model.td_errors(batch))
     model.priority_context(batch).target_losses  # noqa: B018  # computes
     assert all(map(th.equal, before.values(), tensors_of(model).values()))
     assert th.equal(states[0], th.get_rng_state())
-    assert states[1] == np.random.get_state()[1].tolist()
+    assert states[1] == random_state()
 
 
 # --- What a function returns
@@ -369,6 +375,43 @@ def test_a_function_that_cannot_be_saved_is_told_so_when_saving(tmp_path: Path) 
     assert PERDQN.load(tmp_path / "model", priority=locked).priority is locked
     # SB3's own class has no use for it
     assert DQN.load(tmp_path / "model").num_timesteps == 20
+
+
+class Holder:
+    """Holds what it is given."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def __call__(self, context: PriorityContext) -> th.Tensor:
+        return context.td_errors
+
+    def method(self, context: PriorityContext) -> th.Tensor:
+        return context.td_errors
+
+
+class Derived(PERTD3):
+    def own(self, context: PriorityContext) -> th.Tensor:
+        return context.td_errors
+
+
+def test_a_function_that_would_take_the_model_into_the_file_is_refused(tmp_path: Path) -> None:
+    model = small(Derived)
+
+    def enclosing(context: PriorityContext) -> th.Tensor:
+        return context.td_errors * model.gamma
+
+    script = "def from_a_script(context):\n    return context.td_errors * model.gamma\n"
+    namespace: dict[str, Any] = {"__name__": "__main__", "model": model}
+    exec(script, namespace)
+    functions = [enclosing, namespace["from_a_script"], model.own, Holder(model.replay_buffer)]
+    for function in functions:
+        model.priority = function
+        with pytest.raises(ValueError, match=r"refers to a model or its buffer.*exclude"):
+            model.save(tmp_path / "model")
+        assert not (tmp_path / "model.zip").exists()
+    model.priority = Holder(3).method
+    model.save(tmp_path / "model")
 
 
 class WithoutContext(PrioritizedOffPolicyAlgorithm, DQN):

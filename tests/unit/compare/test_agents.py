@@ -1,10 +1,15 @@
 from typing import Any
 
+import gymnasium as gym
+import numpy as np
 import pytest
+from gymnasium import spaces
 from stable_baselines3 import DQN
+from stable_baselines3.common.buffers import ReplayBuffer
 from stable_baselines3.common.env_util import make_vec_env
+from stable_baselines3.common.vec_env import VecFrameStack
 
-from sb3_per import PERDQN
+from sb3_per import PERDQN, PrioritizedFrameReplayBuffer
 from sb3_per.compare.agents import Agent, parse_agent, parse_agents
 from sb3_per.compare.settings import SettingsError
 
@@ -101,6 +106,27 @@ def test_agents_have_their_class_and_options_and_the_hyperparameters_of_all() ->
     for ours, theirs in zip(uniform.policy.parameters(), per.policy.parameters(), strict=True):
         assert ours.shape == theirs.shape
         assert (ours == theirs).all()
+
+
+@pytest.mark.parametrize("n_stack", [1, 4])
+@pytest.mark.parametrize("saving", [False, True])
+def test_prioritized_agents_store_the_frames_of_stacked_images_once(
+    saving: bool, n_stack: int
+) -> None:
+    class Images(gym.Env[Any, Any]):
+        observation_space = spaces.Box(0, 255, (36, 36, 1), np.uint8)
+        action_space = spaces.Discrete(2)
+
+    env = VecFrameStack(make_vec_env(Images), n_stack)
+    hyperparams = {"policy": "CnnPolicy", "buffer_size": 20}
+    if saving:
+        no_timeouts = "dict(handle_timeout_termination=False)"
+        hyperparams |= {"optimize_memory_usage": True, "replay_buffer_kwargs": no_timeouts}
+    uniform = parse_agent("uniform").make(env, hyperparams, seed=3, device="cpu")
+    per = parse_agent("per").make(env, hyperparams, seed=3, device="cpu")
+    assert type(uniform.replay_buffer) is ReplayBuffer
+    stores_frames = n_stack == 4 and not saving
+    assert isinstance(per.replay_buffer, PrioritizedFrameReplayBuffer) is stores_frames
 
 
 def test_quantiles_are_an_option_of_the_policy() -> None:

@@ -120,8 +120,8 @@ def test_mistakes_are_found_before_anything_is_written(
 def test_environment_that_can_not_be_made_is_found_before_the_first_run(
     small: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # Gymnasium has no time limit of no step at all
-    text = small["hyperparams"].read_text().replace("max_episode_steps: 12", "max_episode_steps: 0")
+    # A corridor has two cells at least
+    text = small["hyperparams"].read_text().replace("length: 4", "length: 1")
     (tmp_path / "bad.yml").write_text(text)
     assert main(settings(small, tmp_path / "a", hyperparams=tmp_path / "bad.yml")) == 2
     assert "can't make sb3_per/GridWorld-v0: " in capsys.readouterr().err

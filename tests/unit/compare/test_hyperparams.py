@@ -306,6 +306,17 @@ def test_env_ids(given: str, full: str) -> None:
     assert gym.make(full).spec is not None
 
 
+def test_ataris_games_are_found_without_their_module() -> None:
+    pytest.importorskip("ale_py", reason="needs the extra `atari`")
+    for given in ("PongNoFrameskip-v4", "ale_py:PongNoFrameskip-v4"):
+        # With the module: another process has not imported it yet
+        assert full_env_id(given) == "ale_py:PongNoFrameskip-v4"
+    atari = load_hyperparams(DEFAULT_FILE, "ale_py:PongNoFrameskip-v4")
+    assert (atari["policy"], atari["frame_stack"]) == ("CnnPolicy", 4)
+    with pytest.raises(SettingsError, match="NoFrameskip-v99"):
+        full_env_id("PongNoFrameskip-v99")
+
+
 @pytest.mark.parametrize(
     "env_id",
     [

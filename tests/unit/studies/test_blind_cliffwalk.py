@@ -287,7 +287,7 @@ def test_the_picture_shows_medians_and_ranges() -> None:
     summary = summarize(pd.concat(sizes))
     picture = draw(summary, ["uniform", "oracle", "greedy", "rank"], "some title")
     tabular, linear = picture.axes
-    assert picture.get_suptitle() == "some title"
+    assert [text.get_text() for text in picture.texts] == ["some title"]
     assert [axes.get_xscale() + axes.get_yscale() for axes in picture.axes] == ["loglog"] * 2
     lines = {str(line.get_label()): line for line in tabular.get_lines()}
     # A median that is "never" has no place, but is told of

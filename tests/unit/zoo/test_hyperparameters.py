@@ -10,8 +10,18 @@ import pytest
 import yaml
 from gymnasium import spaces
 from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
+from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecFrameStack
 
-from sb3_per import PERDDPG, PERDQN, PERQRDQN, PERSAC, PERTD3, PERTQC, zoo
+from sb3_per import (
+    PERDDPG,
+    PERDQN,
+    PERQRDQN,
+    PERSAC,
+    PERTD3,
+    PERTQC,
+    PrioritizedFrameReplayBuffer,
+    zoo,
+)
 
 CLASSES: dict[str, type[OffPolicyAlgorithm]] = {
     "per_dqn": PERDQN,
@@ -34,7 +44,7 @@ OF_RL_ZOO3 = {"n_timesteps", "env_wrapper", "frame_stack", "noise_type", "noise_
 def arguments_of(entry: dict[str, Any]) -> dict[str, Any]:
     """As rl-zoo3 prepares them."""
     arguments = {name: value for name, value in entry.items() if name not in OF_RL_ZOO3}
-    for name in ("policy_kwargs", "replay_buffer_kwargs"):
+    for name in ("policy_kwargs", "replay_buffer_class", "replay_buffer_kwargs"):
         if name in arguments:
             arguments[name] = eval(arguments[name])
     if isinstance(arguments.get("learning_rate"), str):
@@ -74,15 +84,17 @@ def test_a_model_can_be_made_of_each_entry(name: str, env: str) -> None:
     images = entry["policy"] == "CnnPolicy"
     space: spaces.Space[Any] = spaces.Box(-1.0, 1.0, (3,), np.float32)
     if images:
-        space = spaces.Box(0, 255, (entry["frame_stack"], 36, 36), np.uint8)
+        space = spaces.Box(0, 255, (36, 36, 1), np.uint8)
     arguments = arguments_of(entry)
     actions: spaces.Space[Any] = spaces.Discrete(2)
     if name in ACTOR_CRITICS:
         actions = spaces.Box(-1.0, 1.0, (2,), np.float32)
+    venv: VecEnv = DummyVecEnv([lambda: Space(space, actions)])
+    if images:
+        venv = VecFrameStack(venv, entry["frame_stack"])
     assert arguments.keys() <= inspect.signature(CLASSES[name]).parameters.keys()
-    model = CLASSES[name](
-        env=Space(space, actions), **{**arguments, "buffer_size": 10, "device": "cpu"}
-    )
+    model = CLASSES[name](env=venv, **{**arguments, "buffer_size": 10, "device": "cpu"})
+    assert isinstance(model.replay_buffer, PrioritizedFrameReplayBuffer) is images
     kept_otherwise = {"policy", "buffer_size", "train_freq", "policy_kwargs"}
     for option in arguments.keys() - kept_otherwise:
         assert getattr(model, option) == arguments[option], option
