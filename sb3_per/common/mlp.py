@@ -427,7 +427,8 @@ class CompiledUpdate:
     The gradient steps of one model, and its greedy actions, by compiled code.
 
     A step is two calls: :meth:`td_errors` changes nothing; :meth:`descend` changes the network. In
-    between, the replay buffer gets the errors, and refuses those that are not finite.
+    between, the replay buffer gets the errors, and refuses those that are not finite. Where
+    :meth:`takes_from` is true for the buffer, :meth:`replay` does all of it at once.
 
     It is made by :meth:`of` and can be used as long as :meth:`holds` says so. It belongs to the
     memory of this process: it can't be copied or pickled, :class:`UpdateChoice` can.
