@@ -512,7 +512,7 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
             super().save(file, exclude, include)
 
     @classmethod
-    def load(  # type: ignore[override]  # SB3's own classes give the class method another `self`
+    def load(
         cls: type[SelfAlgorithm],
         path: str | pathlib.Path | io.BufferedIOBase,
         env: GymEnv | None = None,
@@ -697,7 +697,7 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
             super().set_parameters(load_path_or_dict, exact_match, device)
         except BaseException:
             # SB3 finds what doesn't fit while it goes on
-            super().set_parameters(before)
+            super().set_parameters(cast(TensorDict, before))
             raise
         self._fuse_optimizers()
 
