@@ -268,7 +268,7 @@ class PrioritizedFrameReplayBuffer(PrioritizedReplayBuffer):
                 break
         else:
             shift = k
-            blank: Array = ~frames.any(axis=1)
+            blank = np.asarray(~frames.any(axis=1))
             # How many of the oldest ones are zeros, or alike; the newest is stored in any case
             n_zeros = int(np.argmin([*blank[:-1], False]))
             n_alike = int(np.argmin([*(frames[1:] == frames[0]).all(axis=1), False]))
