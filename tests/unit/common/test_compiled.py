@@ -112,10 +112,13 @@ def train(model: OffPolicyAlgorithm, gradient_steps: int = 4, seed: int = 1) -> 
 
 
 def told(model: CompiledOffPolicyAlgorithm, capsys: pytest.CaptureFixture[str]) -> str:
-    """:return: what ``verbose=1`` says of how the model is trained now; nothing if told before"""
+    """
+    :return: what ``verbose=1`` says of how the model is trained now, which no gradient step is
+        needed for; nothing if it was said before
+    """
     capsys.readouterr()
     model.verbose = 1
-    model.uses_compiled_update  # noqa: B018 # it tells
+    model.train(0, 8)
     model.verbose = 0
     return capsys.readouterr().out
 
