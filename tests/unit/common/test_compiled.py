@@ -142,7 +142,7 @@ def run(
     compiled: bool, timesteps: int, env: Callable[[], Any] = TenStepEnv, **kwargs: Any
 ) -> tuple[CompiledOffPolicyAlgorithm, list[dict[str, Any]], Any]:
     """:return: a trained model, its log, and a random number after training"""
-    arguments: dict[str, Any] = {"learning_rate": 1e-3, **kwargs}
+    arguments: dict[str, Any] = {"learning_rate": 1e-3, "target_update_interval": 16, **kwargs}
     model: CompiledOffPolicyAlgorithm = silent(small_model(env(), compiled=compiled, **arguments))
     logs = Logs()
     model.learn(timesteps, callback=logs, log_interval=10**9)
@@ -290,7 +290,7 @@ COMPILED = "compiled code trains the network\n"
 @pytest.fixture(scope="module")
 def started() -> PERDQN:
     """A model that compiled code trained for a while; to be copied."""
-    model = silent(small_model(policy_kwargs={"net_arch": [8, 8]}))
+    model = silent(small_model(policy_kwargs={"net_arch": [8, 8]}, target_update_interval=16))
     return cast(PERDQN, model.learn(30))
 
 
