@@ -1,7 +1,7 @@
 """Replay buffer for stacked images that stores each frame once and draws by priority."""
 
 import math
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import gymnasium as gym
 import numpy as np
@@ -93,7 +93,7 @@ class PrioritizedFrameReplayBuffer(PrioritizedReplayBuffer):
         )
         del self.observations, self.next_observations
         shape = tuple(self.observation_space.shape or ())
-        self._channels_first = is_image_space_channels_first(self.observation_space)
+        self._channels_first = is_image_space_channels_first(cast(spaces.Box, observation_space))
         n_channels = shape[0] if self._channels_first else shape[-1]
         self._frame_stack = _check_frame_stack(frame_stack, env, n_channels, shape)
         self._n_channels = n_channels // self._frame_stack
@@ -268,7 +268,7 @@ class PrioritizedFrameReplayBuffer(PrioritizedReplayBuffer):
                 break
         else:
             shift = k
-            blank = ~frames.any(axis=1)
+            blank = np.asarray(~frames.any(axis=1))
             # How many of the oldest ones are zeros, or alike; the newest is stored in any case
             n_zeros = int(np.argmin([*blank[:-1], False]))
             n_alike = int(np.argmin([*(frames[1:] == frames[0]).all(axis=1), False]))
@@ -277,7 +277,7 @@ class PrioritizedFrameReplayBuffer(PrioritizedReplayBuffer):
         self._ring.append(env, new)
         self._current_depths[env] = depth
         self._current_frames[env] = frames
-        return shift < k
+        return bool(shift < k)
 
     def _admit(self, start: int, stop: int, priority: float) -> None:
         super()._admit(start, stop, priority)

@@ -662,8 +662,24 @@ class CompiledUpdate:
             *self._step_arguments(n, max_grad_norm, loss),
         )
 
-    def _step_arguments(self, n: int, max_grad_norm: float | None, loss: Loss) -> tuple[Any, ...]:
+    def _step_arguments(
+        self, n: int, max_grad_norm: float | None, loss: Loss
+    ) -> tuple[
+        bool,
+        int,
+        Float32Array,
+        Float32Array,
+        Float32Array,
+        Float32Array,
+        float,
+        float,
+        float,
+        float,
+        float,
+        float,
+    ]:
         group = self._group
+        beta_1, beta_2 = group["betas"]
         return (
             loss == "huber",
             self._n_quantiles,
@@ -671,7 +687,8 @@ class CompiledUpdate:
             self._gradients,
             np.inf if max_grad_norm is None else float(max_grad_norm),
             float(group["lr"]),
-            *group["betas"],
+            beta_1,
+            beta_2,
             float(group["eps"]),
             float(group["weight_decay"]),
         )
@@ -718,12 +735,18 @@ class CompiledUpdate:
         n = len(indices)
         errors, weights = np.empty((n, 1), np.float32), np.empty((n, 1), np.float32)
         priorities = np.empty(n, np.float64)
+        smallest_mass, beta = buffer.weight_arguments
+        n_transitions, eps, exponent, limit = buffer.priority_arguments
         is_well, loss_before = replay(
-            *buffer.gather_arguments(indices),
+            buffer.batch_source(indices),
             indices,
             masses,
-            *buffer.weight_arguments,
-            *buffer.priority_arguments,
+            smallest_mass,
+            beta,
+            n_transitions,
+            eps,
+            exponent,
+            limit,
             is_clipped,
             float(gamma),
             double_q,

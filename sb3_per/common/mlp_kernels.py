@@ -33,6 +33,7 @@ from numba.extending import intrinsic, overload
 from numba.np.numpy_support import carray
 
 from sb3_per.buffers.kernels import gather_into, priorities_into, weights_into
+from sb3_per.buffers.replay import BatchSource
 from sb3_per.trees.sum_kernels import FloatArray, compile_kernel
 
 Float32Array = npt.NDArray[np.float32]
@@ -762,16 +763,7 @@ def _take(rows: Float32Array, indices: IntArray) -> Float32Array:
 
 @compile_kernel
 def replay(
-    observations: Float32Array,
-    next_observations: Float32Array,
-    stored_actions: IntArray,
-    stored_rewards: Float32Array,
-    stored_dones: Float32Array,
-    timeouts: Float32Array,
-    last: IntArray,
-    following: IntArray,
-    returns: Float32Array,
-    discounts: Float32Array,
+    source: BatchSource,
     indices: IntArray,
     masses: FloatArray,
     smallest_mass: float,
@@ -805,7 +797,7 @@ def replay(
     """
     What follows a draw: gather the batch, :func:`td_errors`, priorities, and :func:`step`.
 
-    :param observations: this and the next nine are the ``gather_arguments`` of a buffer
+    :param source: the ``batch_source`` of a buffer: float32, actions int64
     :param indices: which transitions were drawn, shape ``(n,)``
     :param masses: of these, shape ``(n,)``
     :param smallest_mass: this and the next one are the ``weight_arguments`` of a buffer
@@ -819,16 +811,17 @@ def replay(
         the loss before the step
     """
     n = indices.shape[0]
-    inputs, next_inputs = _take(observations, indices), _take(next_observations, following)
+    inputs = _take(source.observations, indices)
+    next_inputs = _take(source.next_observations, source.following)
     actions = np.empty((n, 1), np.int64)
-    rewards, dones = np.empty((n, 1), np.float32), np.empty((n, 1), np.float32)
     for i in range(n):
-        actions[i, 0] = stored_actions[np.uint64(indices[i]), 0]
-    gather_into(last, stored_rewards, stored_dones, timeouts, rewards, dones)
-    if returns.shape[0] == 0:
+        actions[i, 0] = source.actions[np.uint64(indices[i]), 0]
+    rewards, dones = np.empty((n, 1), np.float32), np.empty((n, 1), np.float32)
+    gather_into(source.last, source.rewards, source.dones, source.timeouts, rewards, dones)
+    if source.returns.shape[0] == 0:
         discounts = np.full((n, 1), np.float32(gamma), np.float32)
     else:
-        rewards = returns
+        rewards, discounts = source.returns, source.discounts
     at = td_errors(
         addresses,
         sizes,
