@@ -2,9 +2,9 @@
 Stacked images of Atari's games: memory, and the time of ``add`` and ``sample``, in each buffer.
 
 Run from the root of a checkout: ``python -m benchmarks.frames`` (extras ``atari``, ``compression``
-and ``bench``). All buffers store the same stream of random play. Where sb3-extra-buffers is
-installed, it takes part. With ``--write``, the tables go into ``docs/atari.md``, too, and all times
-into ``benchmarks/frames.json`` (pyperf's form).
+and ``bench``). All buffers store the same transitions of a random policy. sb3-extra-buffers is
+included if it is installed. With ``--write``, the tables also go to ``docs/atari.md``, and all
+times to ``benchmarks/frames.json`` (pyperf's format).
 """
 
 import argparse
@@ -59,7 +59,7 @@ MAKERS: dict[str, Callable[[int], ReplayBuffer]] = {
 
 
 def available() -> list[str]:
-    """:return: names of the buffers that can be made here"""
+    """:return: names of the buffers that are installed"""
     names = []
     for name, make in MAKERS.items():
         try:
@@ -72,9 +72,9 @@ def available() -> list[str]:
 
 def play(game: str, n: int, path: Path) -> None:
     """
-    :param game: such as ``"Pong"``
-    :param n: number of steps of random play
-    :param path: file for the frames, and where episodes begin and end
+    :param game: name of the game, such as ``"Pong"``
+    :param n: number of steps of a random policy
+    :param path: file for the frames, and the beginnings and ends of episodes
     """
     import ale_py
     import gymnasium as gym
@@ -84,7 +84,7 @@ def play(game: str, n: int, path: Path) -> None:
     env = make_atari_env(f"{game}NoFrameskip-v4", seed=1)
     env.action_space.seed(1)
     frames = [env.reset()[0, :, :, 0].copy()]
-    # Whether a frame is the first of an episode, and the last
+    # Whether a frame is the first of an episode, and whether it is the last
     first, last = [True], [False]
     for _ in range(n):
         obs, _, dones, infos = env.step(np.array([env.action_space.sample()]))
@@ -102,8 +102,7 @@ def play(game: str, n: int, path: Path) -> None:
 def steps_of(path: Path) -> Iterator[Step]:
     """
     :param path: file that :func:`play` wrote
-    :return: arguments of ``add``, again and again, in the order of the axes and of the memory that
-        a model of SB3 gives them
+    :return: arguments of ``add``, repeated, with the axes and the memory layout of an SB3 model
     """
     stored = np.load(path)
     frames, first, last = stored["frames"], stored["first"], stored["last"]
@@ -121,13 +120,13 @@ def steps_of(path: Path) -> Iterator[Step]:
 
 
 def resident() -> int:
-    """:return: memory of this process in bytes, as the system counts it"""
+    """:return: memory of this process in bytes, counted by the system"""
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
 def counted(buffer: ReplayBuffer) -> int:
     """
-    :param buffer: any
+    :param buffer: any replay buffer
     :return: bytes of its arrays, and of the objects in them
     """
     if isinstance(buffer, PrioritizedFrameReplayBuffer):
@@ -139,10 +138,10 @@ def counted(buffer: ReplayBuffer) -> int:
 
 def grown_by(name: str, path: Path, n: int) -> tuple[int, int]:
     """
-    :param name: of a buffer
+    :param name: name of a buffer
     :param path: file that :func:`play` wrote
-    :param n: transitions to be stored, as many as it can hold
-    :return: by how many bytes the process grows, and how many of them the buffer counts
+    :param n: buffer size, and number of transitions to store
+    :return: number of bytes by which the process grows, and the number that the buffer counts
     """
     steps = steps_of(path)
     warm = MAKERS[name](64)
@@ -158,10 +157,10 @@ def grown_by(name: str, path: Path, n: int) -> tuple[int, int]:
 
 def memory_of(name: str, path: Path, n: int) -> tuple[int, int]:
     """
-    :param name: of a buffer
+    :param name: name of a buffer
     :param path: file that :func:`play` wrote
-    :param n: transitions
-    :return: the same as :func:`grown_by`, in a process of its own
+    :param n: number of transitions
+    :return: result of :func:`grown_by`, in a new process
     """
     command = [sys.executable, "-m", "benchmarks.frames", "--grow", name, str(path), str(n)]
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -173,12 +172,12 @@ def races(
     game: str, path: Path, names: list[str], n: int, rounds: int, seconds: float
 ) -> list[Race]:
     """
-    :param game: such as ``"Pong"``
+    :param game: name of the game, such as ``"Pong"``
     :param path: file that :func:`play` wrote
-    :param names: of the buffers
-    :param n: transitions in each
-    :param rounds: of each race
-    :param seconds: of a turn
+    :param names: names of the buffers
+    :param n: number of transitions in each
+    :param rounds: number of rounds of each race
+    :param seconds: length of a turn
     :return: times of ``sample(32)`` and of ``add``
     """
     buffers = {name: MAKERS[name](n) for name in names}
@@ -188,7 +187,7 @@ def races(
         for buffer in buffers.values():
             buffer.add(*step)
     streams = {name: steps_of(path) for name in names}
-    # Made beforehand: what is timed is `add`
+    # Created before, so that only `add` is timed
     ready: dict[str, list[Step]] = {
         name: [step for _, step in zip(range(1000), stream, strict=False)]
         for name, stream in streams.items()
@@ -215,8 +214,8 @@ def races(
 
 def tables(options: argparse.Namespace, all_races: list[Race]) -> Iterator[str]:
     """
-    :param options: of the command line
-    :param all_races: gets the races
+    :param options: options of the command line
+    :param all_races: list to which the races are added
     :return: lines of the tables
     """
     names = available()
