@@ -3,7 +3,7 @@
 import math
 import warnings
 from operator import attrgetter
-from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -538,7 +538,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         :param n: number of steps
         :return: the same with the shape ``(n, n_envs, *observation)``
         """
-        return self._steps_of(name, obs, n, cast(tuple[int, ...], self.obs_shape))
+        return self._steps_of(name, obs, n, self.obs_shape)
 
     def _steps_of(
         self, name: str, values: npt.ArrayLike, n: int, shape: tuple[int, ...] = ()
@@ -1106,6 +1106,9 @@ class PrioritizedReplayBuffer(ReplayBuffer):
             options = {"n_steps": buffer.n_steps, "gamma": buffer.gamma, **options}
         return options
 
+
+# Who asks for SB3's n-step buffer gets one that has `n_steps` and `gamma`, and the same rows
+NStepReplayBuffer.register(PrioritizedReplayBuffer)
 
 # What the class is made of as it was written, to know whether somebody replaced a part of it
 _NAMES = [name for name in dir(PrioritizedReplayBuffer) if not name.startswith("__")]

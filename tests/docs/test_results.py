@@ -59,7 +59,7 @@ def rows_of(text: str, header: str) -> list[dict[str, str]]:
 @pytest.mark.parametrize(
     ("page", "heading", "header", "values"),
     [
-        ("blind_cliffwalk", "## What comes out", "| n |", "tabular"),
+        ("blind_cliffwalk", "## Results", "| n |", "tabular"),
         ("blind_cliffwalk", "With the constant feature", "| n |", "linear"),
         # Both kinds of values, in a column
         ("blind_cliffwalk", "## Why new", "| values | n |", ""),
