@@ -75,7 +75,8 @@ def test_returns_over_training_are_those_of_torch(task: str) -> None:
     a model which hardly learns would be found shows that the test can tell.
     """
     if task.startswith("LunarLander"):
-        pytest.importorskip("Box2D", reason="needs the extra `studies`")
+        for package in ("Box2D", "pygame"):
+            pytest.importorskip(package, reason="needs the extra `studies`")
     plain = mean_returns(task, compiled=False)
     assert mannwhitneyu(mean_returns(task, compiled=True), plain).pvalue > ALPHA
     if task == "CartPole-v1":

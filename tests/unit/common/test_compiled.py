@@ -291,7 +291,7 @@ COMPILED = "compiled code trains the network\n"
 def started() -> PERDQN:
     """A model that compiled code trained for a while; to be copied."""
     model = silent(small_model(policy_kwargs={"net_arch": [8, 8]}, target_update_interval=16))
-    return cast(PERDQN, model.learn(30))
+    return model.learn(30)
 
 
 @pytest.fixture
@@ -873,7 +873,11 @@ class OwnTrain(PERDQN):
 
 @pytest.mark.parametrize("algorithm", [OwnPredict, OwnTrain])
 def test_own_methods_around_those_that_are_compiled_are_used(algorithm: Any) -> None:
-    kwargs = {"learning_starts": 0, "exploration_initial_eps": 0.0, "exploration_final_eps": 0.0}
+    kwargs: dict[str, Any] = {
+        "learning_starts": 0,
+        "exploration_initial_eps": 0.0,
+        "exploration_final_eps": 0.0,
+    }
     assert_both_ways_are_alike(40, algorithm=algorithm, **kwargs)
     model = run(True, 40, algorithm=algorithm, **kwargs)[0]
     base = run(True, 40, **kwargs)[0]
@@ -1077,9 +1081,7 @@ def test_callbacks_see_the_same_and_change_nothing(tmp_path: Path) -> None:
     class Update(BaseCallback):
         def _on_step(self) -> bool:
             if self.n_calls % 7 == 0:
-                polyak_update(
-                    self.model.q_net.parameters(), self.model.q_net_target.parameters(), 0.5
-                )
+                soft_update(self.model)
             return True
 
     checkpoints = {}
@@ -1104,7 +1106,7 @@ def test_parameters_in_callbacks_are_references_as_those_of_dqn(
     model: PERDQN, plain: PERDQN
 ) -> None:
     for each in (model, plain):
-        taken = each.get_parameters()
+        taken: Any = each.get_parameters()
         kept = copy.deepcopy(taken)
         train(each)
         now = each.get_parameters()
@@ -1139,7 +1141,7 @@ def test_evaluation_between_updates_changes_nothing(model: PERDQN) -> None:
 
 @pytest.fixture(params=[PERDQN, PERQRDQN])
 def either(request: pytest.FixtureRequest) -> CompiledOffPolicyAlgorithm:
-    return cast(CompiledOffPolicyAlgorithm, run(True, 40, algorithm=request.param)[0])
+    return run(True, 40, algorithm=request.param)[0]
 
 
 def make_drawn(model: OffPolicyAlgorithm, index: int) -> None:
