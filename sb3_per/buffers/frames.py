@@ -1,7 +1,7 @@
 """Replay buffer for stacked images that stores each frame once and draws by priority."""
 
 import math
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import gymnasium as gym
 import numpy as np
@@ -92,8 +92,10 @@ class PrioritizedFrameReplayBuffer(PrioritizedReplayBuffer):
             **options,
         )
         del self.observations, self.next_observations
-        shape = tuple(self.observation_space.shape or ())
-        self._channels_first = is_image_space_channels_first(self.observation_space)
+        # Checked above
+        images = cast(spaces.Box, observation_space)
+        shape = images.shape
+        self._channels_first = is_image_space_channels_first(images)
         n_channels = shape[0] if self._channels_first else shape[-1]
         self._frame_stack = _check_frame_stack(frame_stack, env, n_channels, shape)
         self._n_channels = n_channels // self._frame_stack
@@ -261,17 +263,19 @@ class PrioritizedFrameReplayBuffer(PrioritizedReplayBuffer):
         :return: whether it is the newest stack shifted by less than ``frame_stack`` frames
         """
         k, depth, current = self._frame_stack, self._current_depths[env], self._current_frames[env]
-        for shift in (1, 0, *range(2, k)) if depth else ():
-            if (frames[: k - shift] == current[shift:]).all():
+        shifts: tuple[int, ...] = (1, 0, *range(2, k)) if depth else ()
+        for shift in shifts:
+            if np.array_equal(frames[: k - shift], current[shift:]):
                 new, sign = frames[k - shift :], int(np.sign(depth))
                 depth = sign * min(abs(depth) + shift, k)
                 break
         else:
             shift = k
-            blank = ~frames.any(axis=1)
+            blank = ~np.any(frames, axis=1)
             # How many of the oldest ones are zeros, or alike; the newest is stored in any case
-            n_zeros = int(np.argmin([*blank[:-1], False]))
-            n_alike = int(np.argmin([*(frames[1:] == frames[0]).all(axis=1), False]))
+            n_zeros = int(np.argmin([*blank[:-1].tolist(), False]))
+            alike = np.all(frames[1:] == frames[0], axis=1)
+            n_alike = int(np.argmin([*alike.tolist(), False]))
             depth = n_zeros - k if n_zeros else k - n_alike
             new = frames[k - abs(depth) :]
         self._ring.append(env, new)

@@ -3,7 +3,7 @@
 import math
 import warnings
 from operator import attrgetter
-from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -509,7 +509,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         :param n: number of steps
         :return: the same with the shape ``(n, n_envs, *observation)``
         """
-        return self._steps_of(name, obs, n, cast(tuple[int, ...], self.obs_shape))
+        return self._steps_of(name, obs, n, self.obs_shape)
 
     def _steps_of(
         self, name: str, values: npt.ArrayLike, n: int, shape: tuple[int, ...] = ()
