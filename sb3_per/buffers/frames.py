@@ -260,8 +260,9 @@ class PrioritizedFrameReplayBuffer(PrioritizedReplayBuffer):
         :return: whether it is the newest stack shifted by less than ``frame_stack`` frames
         """
         k, depth, current = self._frame_stack, self._current_depths[env], self._current_frames[env]
-        for shift in (1, 0, *range(2, k)) if depth else ():
-            if (frames[: k - shift] == current[shift:]).all():
+        shifts: tuple[int, ...] = (1, 0, *range(2, k)) if depth else ()
+        for shift in shifts:
+            if np.array_equal(frames[: k - shift], current[shift:]):
                 new, sign = frames[k - shift :], int(np.sign(depth))
                 depth = sign * min(abs(depth) + shift, k)
                 break

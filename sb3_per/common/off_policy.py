@@ -689,7 +689,7 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
         """
         if not isinstance(load_path_or_dict, dict):
             check_model_file(load_path_or_dict)
-        before = deepcopy(self.get_parameters())
+        before: Any = deepcopy(self.get_parameters())
         try:
             super().set_parameters(load_path_or_dict, exact_match, device)
         except BaseException:

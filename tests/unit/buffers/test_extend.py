@@ -34,7 +34,8 @@ class Goals(gym.Env[Any, Any]):
     action_space = spaces.Discrete(4)
 
     def compute_reward(self, achieved: Array, desired: Array, infos: Any) -> Array:
-        return -np.linalg.norm(achieved - desired, axis=-1)
+        distances: Array = np.linalg.norm(achieved - desired, axis=-1)
+        return -distances
 
 
 def box_buffer(n_envs: int, **options: Any) -> PrioritizedReplayBuffer:

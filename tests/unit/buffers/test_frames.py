@@ -58,7 +58,7 @@ class Stream:
 
     def __post_init__(self) -> None:
         self.rng = np.random.default_rng(self.seed)
-        self._left = [0] * self.n_envs
+        self._left: list[int] = [0] * self.n_envs
         self._frames = [[] for _ in range(self.n_envs)]
 
     @property
@@ -103,7 +103,7 @@ class Stream:
             dones = np.array([left == 0 for left in self._left])
             timeouts = dones & (self.rng.random(self.n_envs) < 0.4)
             infos: list[dict[str, Any]] = [{"TimeLimit.truncated": bool(t)} for t in timeouts]
-            for env in np.flatnonzero(dones):
+            for env in np.flatnonzero(dones).tolist():
                 self._reset(env)
             actions = self.rng.integers(0, 4, self.n_envs)
             yield obs, next_obs, actions, self.rng.normal(size=self.n_envs), dones, infos
@@ -324,13 +324,14 @@ def test_a_pickle_goes_on_bit_for_bit(prioritization: str, compression: str | No
     buffer.update_priorities(np.arange(120), np.random.default_rng(0).normal(size=120))
     copy = pickle.loads(pickle.dumps(buffer))
     assert copy.nbytes == buffer.nbytes
+    drawn = []
     for one in (buffer, copy):
         np.random.seed(1)
-        one.drawn = [one.sample(16) for _ in range(3)]
+        drawn.append([one.sample(16) for _ in range(3)])
         for step in steps[103:]:
             one.add(*step)
     for name in ("observations", "next_observations", "weights", "rewards"):
-        for ours, theirs in zip(buffer.drawn, copy.drawn, strict=True):
+        for ours, theirs in zip(*drawn, strict=True):
             assert getattr(ours, name).equal(getattr(theirs, name))
     np.testing.assert_array_equal(copy.priorities, buffer.priorities)
     for step in steps[103:]:
@@ -374,7 +375,9 @@ def test_an_episode_that_is_broken_off_ends_there() -> None:
         buffer.add(*step)
         plain.add(*step)
     assert_same_rows(buffer, plain)
-    assert buffer.batch_of(np.array([3])).discounts.item() == pytest.approx(0.97**2)
+    discounts = buffer.batch_of(np.array([3])).discounts
+    assert discounts is not None
+    assert discounts.item() == pytest.approx(0.97**2)
 
 
 def test_reset_forgets_everything() -> None:
@@ -436,7 +439,7 @@ def test_compressed_frames_keep_no_memory_of_what_they_were() -> None:
         2000, space, spaces.Discrete(2), "cpu", frame_stack=4, compression="zstd"
     )
     stack = np.zeros((1, 4, 84, 84), np.uint8)
-    others = (np.zeros(1), np.zeros(1), np.zeros(1), [{}])
+    others: Any = (np.zeros(1), np.zeros(1), np.zeros(1), [{}])
     tracemalloc.start()
     try:
         for number in range(800):

@@ -43,7 +43,7 @@ FRAMES: dict[str, Any] = {
 }
 
 
-class Pictures(gym.Env[npt.NDArray[Any], int]):
+class Pictures(gym.Env[Any, Any]):
     """
     Random pictures; episodes end by themselves or, every other time, for lack of time.
 
