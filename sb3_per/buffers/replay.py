@@ -1107,6 +1107,9 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         return options
 
 
+# Who asks for SB3's n-step buffer gets one that has `n_steps` and `gamma`, and the same rows
+NStepReplayBuffer.register(PrioritizedReplayBuffer)
+
 # What the class is made of as it was written, to know whether somebody replaced a part of it
 _NAMES = [name for name in dir(PrioritizedReplayBuffer) if not name.startswith("__")]
 _members = attrgetter(*_NAMES)

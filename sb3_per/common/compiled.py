@@ -58,7 +58,10 @@ class CompiledOffPolicyAlgorithm(PrioritizedOffPolicyAlgorithm):
 
     @property
     def uses_compiled_update(self) -> bool:
-        """Whether ``train`` runs compiled code for the current model."""
+        """
+        Whether ``train`` of this class runs compiled code for the model as it is now. A derived
+        class with a ``train`` of its own uses it by calling this one.
+        """
         return self._compiled_update()[0] is not None
 
     def _compiled_update(self) -> tuple[CompiledUpdate | None, str | None]:

@@ -296,12 +296,9 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
         resets = reset_num_timesteps or self._last_obs is None
         if resets and isinstance(self.replay_buffer, PrioritizedReplayBuffer):
             self.replay_buffer.truncate_last_trajectory()
-        with warnings.catch_warnings():
-            # A warning about `optimize_memory_usage`: here the last transition stays complete
-            warnings.filterwarnings("ignore", "The last trajectory in the replay buffer will be")
-            return super()._setup_learn(
-                total_timesteps, callback, reset_num_timesteps, tb_log_name, progress_bar
-            )
+        return super()._setup_learn(
+            total_timesteps, callback, reset_num_timesteps, tb_log_name, progress_bar
+        )
 
     def set_env(self, env: GymEnv, force_reset: bool = True) -> None:
         """
