@@ -13,8 +13,8 @@ __all__ = ["CompressedFrameRing", "FrameRing", "make_frame_ring"]
 Frames = npt.NDArray[np.uint8]
 IntArray = npt.NDArray[np.int64]
 
-#: Number of frames that are compressed together. Neighbors are nearly equal: eight of them take less
-#: than two single ones, and decompressing a batch is not slower.
+#: Number of frames that are compressed together. Neighbors are nearly equal: eight of them take
+#: less than two single ones, and decompressing a batch is not slower.
 FRAMES_IN_BLOCK = 8
 
 DEFAULT_LEVEL = 3
