@@ -2,9 +2,9 @@
 Stacked images of Atari's games: memory, and the time of ``add`` and ``sample``, in each buffer.
 
 Run from the root of a checkout: ``python -m benchmarks.frames`` (extras ``atari``, ``compression``
-and ``bench``). All buffers store the same transitions of a random policy. sb3-extra-buffers is
-included if it is installed. With ``--write``, the tables also go to ``docs/atari.md``, and all
-times to ``benchmarks/frames.json`` (pyperf's format).
+and ``bench``). All buffers store the same stream of random play. Where sb3-extra-buffers is
+installed, it takes part. With ``--write``, the tables go into ``docs/atari.md``, too, and all times
+into ``benchmarks/frames.json`` (pyperf's form).
 """
 
 import argparse
@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -59,7 +60,7 @@ MAKERS: dict[str, Callable[[int], ReplayBuffer]] = {
 
 
 def available() -> list[str]:
-    """:return: names of the buffers that are installed"""
+    """:return: names of the buffers that can be made here"""
     names = []
     for name, make in MAKERS.items():
         try:
@@ -72,9 +73,9 @@ def available() -> list[str]:
 
 def play(game: str, n: int, path: Path) -> None:
     """
-    :param game: name of the game, such as ``"Pong"``
-    :param n: number of steps of a random policy
-    :param path: file for the frames, and the beginnings and ends of episodes
+    :param game: such as ``"Pong"``
+    :param n: number of steps of random play
+    :param path: file for the frames, and where episodes begin and end
     """
     import ale_py
     import gymnasium as gym
@@ -84,7 +85,7 @@ def play(game: str, n: int, path: Path) -> None:
     env = make_atari_env(f"{game}NoFrameskip-v4", seed=1)
     env.action_space.seed(1)
     frames = [env.reset()[0, :, :, 0].copy()]
-    # Whether a frame is the first of an episode, and whether it is the last
+    # Whether a frame is the first of an episode, and the last
     first, last = [True], [False]
     for _ in range(n):
         obs, _, dones, infos = env.step(np.array([env.action_space.sample()]))
@@ -102,7 +103,8 @@ def play(game: str, n: int, path: Path) -> None:
 def steps_of(path: Path) -> Iterator[Step]:
     """
     :param path: file that :func:`play` wrote
-    :return: arguments of ``add``, repeated, with the axes and the memory layout of an SB3 model
+    :return: arguments of ``add``, again and again, in the order of the axes and of the memory that
+        a model of SB3 gives them
     """
     stored = np.load(path)
     frames, first, last = stored["frames"], stored["first"], stored["last"]
@@ -120,13 +122,13 @@ def steps_of(path: Path) -> Iterator[Step]:
 
 
 def resident() -> int:
-    """:return: memory of this process in bytes, counted by the system"""
+    """:return: memory of this process in bytes, as the system counts it"""
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
 def counted(buffer: ReplayBuffer) -> int:
     """
-    :param buffer: any replay buffer
+    :param buffer: any
     :return: bytes of its arrays, and of the objects in them
     """
     if isinstance(buffer, PrioritizedFrameReplayBuffer):
@@ -138,10 +140,10 @@ def counted(buffer: ReplayBuffer) -> int:
 
 def grown_by(name: str, path: Path, n: int) -> tuple[int, int]:
     """
-    :param name: name of a buffer
+    :param name: of a buffer
     :param path: file that :func:`play` wrote
-    :param n: buffer size, and number of transitions to store
-    :return: number of bytes by which the process grows, and the number that the buffer counts
+    :param n: transitions to be stored, as many as it can hold
+    :return: by how many bytes the process grows, and how many of them the buffer counts
     """
     steps = steps_of(path)
     warm = MAKERS[name](64)
@@ -157,10 +159,10 @@ def grown_by(name: str, path: Path, n: int) -> tuple[int, int]:
 
 def memory_of(name: str, path: Path, n: int) -> tuple[int, int]:
     """
-    :param name: name of a buffer
+    :param name: of a buffer
     :param path: file that :func:`play` wrote
-    :param n: number of transitions
-    :return: result of :func:`grown_by`, in a new process
+    :param n: transitions
+    :return: the same as :func:`grown_by`, in a process of its own
     """
     command = [sys.executable, "-m", "benchmarks.frames", "--grow", name, str(path), str(n)]
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -168,16 +170,13 @@ def memory_of(name: str, path: Path, n: int) -> tuple[int, int]:
     return grown, of_buffer
 
 
-def races(
-    game: str, path: Path, names: list[str], n: int, rounds: int, seconds: float
-) -> list[Race]:
+def races(game: str, path: Path, names: list[str], n: int, rounds: int) -> list[Race]:
     """
-    :param game: name of the game, such as ``"Pong"``
+    :param game: such as ``"Pong"``
     :param path: file that :func:`play` wrote
-    :param names: names of the buffers
-    :param n: number of transitions in each
-    :param rounds: number of rounds of each race
-    :param seconds: length of a turn
+    :param names: of the buffers
+    :param n: transitions in each
+    :param rounds: of each race
     :return: times of ``sample(32)`` and of ``add``
     """
     buffers = {name: MAKERS[name](n) for name in names}
@@ -187,7 +186,7 @@ def races(
         for buffer in buffers.values():
             buffer.add(*step)
     streams = {name: steps_of(path) for name in names}
-    # Created before, so that only `add` is timed
+    # Made beforehand: what is timed is `add`
     ready: dict[str, list[Step]] = {
         name: [step for _, step in zip(range(1000), stream, strict=False)]
         for name, stream in streams.items()
@@ -207,15 +206,33 @@ def races(
         return lambda: buffers[name].sample(32)
 
     return [
-        Race.run(f"{what}, {game}", {name: make(name) for name in names}, rounds, seconds)
-        for what, make in (("sample(32)", sampling), ("add", adding))
+        _race(f"{what}, {game}", {name: make(name) for name in names}, loops, rounds)
+        for what, make, loops in (("sample(32)", sampling, 40), ("add", adding, 400))
     ]
+
+
+def _race(title: str, contestants: dict[str, Callable[[], Any]], loops: int, rounds: int) -> Race:
+    """
+    :param title: what is timed
+    :param contestants: from names to what to call
+    :param loops: how often to call it in a turn
+    :param rounds: how many times each has its turn
+    :return: all times, of the processor: others may use it meanwhile
+    """
+    times: dict[str, list[float]] = {name: [] for name in contestants}
+    for turn in range(rounds):
+        for name in np.roll(list(contestants), turn).tolist():
+            started = time.thread_time()
+            for _ in range(loops):
+                contestants[name]()
+            times[name].append((time.thread_time() - started) / loops)
+    return Race(title, times)
 
 
 def tables(options: argparse.Namespace, all_races: list[Race]) -> Iterator[str]:
     """
-    :param options: options of the command line
-    :param all_races: list to which the races are added
+    :param options: of the command line
+    :param all_races: gets the races
     :return: lines of the tables
     """
     names = available()
@@ -236,11 +253,11 @@ def tables(options: argparse.Namespace, all_races: list[Race]) -> Iterator[str]:
             yield f"| {game} | {' | '.join(cells)} |"
         results = {}
         for game, path in paths.items():
-            results[game] = races(game, path, names, options.size, options.rounds, options.seconds)
+            results[game] = races(game, path, names, options.size, options.rounds)
             all_races += results[game]
         for number, what in enumerate(("sample(32)", "add")):
             yield ""
-            yield f"Time of `{what}` in a buffer of {options.size:,}; how many times that of SB3:"
+            yield f"Processor time of `{what}` in a buffer of {options.size:,}; how many times that of SB3:"
             yield ""
             yield f"| game | SB3, µs | {' | '.join(name for name in names if name != SB3)} |"
             yield "|---" * (len(names) + 1) + "|"
@@ -257,7 +274,6 @@ def main() -> None:
     parser.add_argument("--memory", type=int, default=20_000, help="transitions to be weighed")
     parser.add_argument("--size", type=int, default=20_000, help="transitions while timing")
     parser.add_argument("--rounds", type=int, default=11, help="turns of each buffer")
-    parser.add_argument("--seconds", type=float, default=0.04, help="of a turn")
     parser.add_argument("--write", action="store_true", help="into docs/atari.md and frames.json")
     parser.add_argument("--grow", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
