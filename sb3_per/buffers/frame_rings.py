@@ -1,4 +1,4 @@
-"""Where the frames of image stacks are kept: the newest ones of each environment."""
+"""Storage of the frames of image stacks: the newest ones of each environment."""
 
 import math
 import sys
@@ -13,8 +13,8 @@ __all__ = ["CompressedFrameRing", "FrameRing", "make_frame_ring"]
 Frames = npt.NDArray[np.uint8]
 IntArray = npt.NDArray[np.int64]
 
-#: Frames that are compressed together. Neighbours are nearly alike: eight of them take less than
-#: two that stand alone, and a batch is decompressed no slower.
+#: Number of frames that are compressed together. Neighbors are nearly equal: eight of them take
+#: less than two single ones, and decompressing a batch is not slower.
 FRAMES_IN_BLOCK = 8
 
 DEFAULT_LEVEL = 3
@@ -22,17 +22,17 @@ DEFAULT_LEVEL = 3
 
 class FrameRing:
     """
-    The newest frames of each environment. A frame's number says how many its environment had
-    stored before; it never changes, and never comes again.
+    The newest frames of each environment. The number of a frame is the number of frames that its
+    environment stored before; it never changes, and is never used again.
 
     :param n_envs: number of environments
-    :param length: how many frames of each are kept
-    :param frame_size: bytes of a frame
+    :param length: number of frames kept for each
+    :param frame_size: number of bytes of a frame
     """
 
     def __init__(self, n_envs: int, length: int, frame_size: int) -> None:
         self.frame_size = frame_size
-        #: How many frames each environment ever stored, shape ``(n_envs,)``
+        #: Number of frames that each environment ever stored, shape ``(n_envs,)``
         self.counts = np.zeros(n_envs, dtype=np.int64)
         self._length = length
         self._allocate()
@@ -65,7 +65,7 @@ class FrameRing:
     def gather(self, envs: IntArray, numbers: IntArray) -> Frames:
         """
         :param envs: numbers of environments, to be broadcast against ``numbers``
-        :param numbers: of frames that are kept
+        :param numbers: numbers of stored frames
         :return: copies of the frames, shape ``(*numbers.shape, frame_size)``
         """
         places = envs * self._length + numbers % self._length
@@ -78,13 +78,13 @@ class FrameRing:
 
 class CompressedFrameRing(FrameRing):
     """
-    The same, with frames compressed by Zstandard, eight neighbours together. A few more frames
-    than ``length`` are kept, as a block is dropped as a whole.
+    Frames compressed by Zstandard in groups of eight. A few more frames than ``length`` are kept,
+    as a block is dropped as a whole.
 
     :param n_envs: number of environments
-    :param length: how many frames of each are kept at least
-    :param frame_size: bytes of a frame
-    :param level: of compression, from 1 (fast) to 22 (small)
+    :param length: smallest number of frames kept for each
+    :param frame_size: number of bytes of a frame
+    :param level: compression level, from 1 (fast) to 22 (small)
     """
 
     def __init__(self, n_envs: int, length: int, frame_size: int, level: int) -> None:
@@ -109,7 +109,7 @@ class CompressedFrameRing(FrameRing):
     @property
     def nbytes(self) -> int:
         """Memory of the frames in bytes."""
-        # Of each block, a pointer and an object
+        # A pointer and an object for each block
         sizes = (8 + sys.getsizeof(block) for ring in self._blocks for block in ring)
         return sum(sizes) + self._newest.nbytes
 
@@ -130,32 +130,32 @@ class CompressedFrameRing(FrameRing):
         for frame in frames:
             number = int(self.counts[env])
             block, place = divmod(number, FRAMES_IN_BLOCK)
-            # Another thread that draws a batch meanwhile finds a block whole, or not at all
+            # Another thread that draws a batch meanwhile finds a complete block, or none
             with self._lock:
                 self._newest[env, place] = frame
                 if place == FRAMES_IN_BLOCK - 1:
                     compressed = compressor.compress(self._newest[env])
-                    # A copy: what the library returns keeps the memory of what it compressed
+                    # A copy: the object of the library keeps the memory of the uncompressed data
                     self._blocks[env][block % self._length] = bytes(memoryview(compressed))
                 self.counts[env] = number + 1
 
     def gather(self, envs: IntArray, numbers: IntArray) -> Frames:
         """
         :param envs: numbers of environments, to be broadcast against ``numbers``
-        :param numbers: of frames that are kept
+        :param numbers: numbers of stored frames
         :return: the frames, shape ``(*numbers.shape, frame_size)``
         """
         frames = np.empty((*numbers.shape, self.frame_size), dtype=np.uint8)
         size, target = self.frame_size, frames.reshape(-1).data
         decompressor = _zstandard().ZstdDecompressor()
         with self._lock:
-            # What was dropped since the draw, by another thread, gives way to what is there
+            # Frames dropped since the draw, by another thread, are replaced by existing ones
             firsts = np.array([self.first(env) for env in range(len(self.counts))])
             numbers = np.clip(numbers, firsts[envs], np.maximum(self.counts[envs] - 1, 0))
-            # One number for environment, block and place
+            # One number for environment, block and position
             n_blocks = int(self.counts.max()) // FRAMES_IN_BLOCK + 1
             places = (numbers + envs * n_blocks * FRAMES_IN_BLOCK).ravel()
-            # Neighbours of one block are copied together, block by block, so that each is
+            # Frames of one block are copied together, block by block, so that each block is
             # decompressed once
             is_start = (np.diff(places, prepend=-2) != 1) | (places % FRAMES_IN_BLOCK == 0)
             starts = np.flatnonzero(is_start)
@@ -166,7 +166,7 @@ class CompressedFrameRing(FrameRing):
             envs, blocks = np.divmod(blocks, n_blocks)
             is_new = (np.diff(blocks, prepend=-1) != 0) | (np.diff(envs, prepend=-1) != 0)
             is_whole = blocks != self.counts[envs] // FRAMES_IN_BLOCK
-            # Plain numbers: in the loop, those of NumPy would take as long as all the rest
+            # Python integers: in the loop, those of NumPy would double the time
             parts = (starts, stops, firsts_in_block, envs, blocks % self._length, is_new, is_whole)
             content = memoryview(b"")
             for start, stop, first, env, block, new, whole in zip(
@@ -197,10 +197,10 @@ def make_frame_ring(
     """
     :param compression: None, ``"zstd"``, or ``"zstd-LEVEL"`` with a level from 1 to 22
     :param n_envs: number of environments
-    :param length: how many frames of each are kept at least
-    :param frame_size: bytes of a frame
+    :param length: smallest number of frames kept for each
+    :param frame_size: number of bytes of a frame
     :return: an empty ring
-    :raises ValueError: if ``compression`` is none of these
+    :raises ValueError: if ``compression`` is not one of these
     :raises ImportError: if the library is missing
     """
     if compression is None:

@@ -201,7 +201,7 @@ class PrioritizedHerReplayBuffer(PrioritizedDictReplayBuffer, HerReplayBuffer): 
             stop = start + 1 + int(others[0])
         last = first + stop - start
         if stop - start > 1:
-            # Each step reads the maximum anew; what was forgotten doesn't count any more
+            # Each step reads the maximum again; dropped transitions no longer count
             self._entry_priority = self.tree.max_priority or 1.0
         self.ep_start[first:last] = self._current_ep_start
         if self.copy_info_dict:

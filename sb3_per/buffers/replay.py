@@ -75,11 +75,11 @@ class BatchSource(NamedTuple):
     :param actions: shape ``(n_rows, n_numbers)``
     :param rewards: shape ``(n_rows,)``
     :param dones: whether episodes ended, same shape
-    :param timeouts: whether that was for lack of time, same shape
-    :param last: where the returns of the batch end, shape ``(n,)``
-    :param following: where the observations after them are, shape ``(n,)``
+    :param timeouts: whether it ended by a time limit, same shape
+    :param last: last transitions of the returns, shape ``(n,)``
+    :param following: positions of the observations after them, shape ``(n,)``
     :param returns: n-step returns, shape ``(n, 1)``; ``(0, 1)`` with one step
-    :param discounts: of what follows these, same shape
+    :param discounts: discounts of the values that follow, same shape
     """
 
     observations: Array
@@ -472,7 +472,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         for each: the arguments are those of ``add`` with an axis of time before the others. With
         one environment, its axis may be left out.
 
-        The last step may be in the middle of an episode. If what is added next doesn't follow on
+        The last step may be in the middle of an episode. If the next transition doesn't continue
         it, call :meth:`truncate_last_trajectory` in between.
 
         :param obs: shape ``(time, n_envs, *observation)``
@@ -504,14 +504,14 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         )
         start = 0
         while start < n:
-            # Up to the last row, or to the end of what is given
+            # Up to the last row, or to the end of the given steps
             start = self._store_run(steps, start, min(start + self.buffer_size - self.pos, n))
 
     def _store_run(self, steps: "Steps", start: int, stop: int) -> int:
         """
-        Store neighbouring rows, all at once.
+        Store consecutive rows, all at once.
 
-        :param steps: what is to be stored
+        :param steps: steps to store
         :param start: number of the step for row ``pos``
         :param stop: one past the last step; not beyond the last row
         :return: one past the last step that was stored
@@ -534,7 +534,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
     def _observation_steps(self, name: str, obs: Any, n: int) -> Any:
         """
         :param name: name of the argument, for error messages
-        :param obs: what the user gave
+        :param obs: value given by the user
         :param n: number of steps
         :return: the same with the shape ``(n, n_envs, *observation)``
         """
@@ -545,7 +545,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
     ) -> Array:
         """
         :param name: name of the argument, for error messages
-        :param values: what the user gave
+        :param values: value given by the user
         :param n: number of steps
         :param shape: of one step of one environment, as it is stored
         :return: the same with the shape ``(n, n_envs, *shape)``
@@ -566,7 +566,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
     def _store_observations(self, first: int, steps: "Steps", start: int, stop: int) -> None:
         """
         :param first: row for the first of them
-        :param steps: what is to be stored
+        :param steps: steps to store
         :param start: number of the first step
         :param stop: one past the last step
         """
@@ -588,7 +588,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         if self.draws is not None:
             self.draws.forget(slice(first, last))
         if not self.handle_timeout_termination:
-            # SB3 leaves what was there: an episode of the lap before may have been broken off
+            # SB3 leaves the old value: an episode of the lap before may have been truncated there
             self.timeouts[first:last] = 0.0
         start, stop = first * self.n_envs, last * self.n_envs
         self._admit(start, stop, priority)
@@ -721,7 +721,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
             indices, priorities = indices[drawable], priorities[drawable]
         self.tree.write(indices, priorities)
 
-    # For compiled code that does itself what `sample` and `update_priorities` do between the two.
+    # For compiled code that replaces `sample` and `update_priorities`.
 
     @property
     def can_be_bypassed(self) -> bool:
@@ -738,8 +738,8 @@ class PrioritizedReplayBuffer(ReplayBuffer):
 
     def batch_source(self, indices: IntArray) -> BatchSource:
         """
-        :param indices: which transitions, shape ``(n,)``
-        :return: what their batch is made of
+        :param indices: stored transitions, shape ``(n,)``
+        :return: arrays and positions from which to gather their batch
         """
         if self._n_steps == 1:
             last, returns, discounts = indices, _NO_RETURNS, _NO_RETURNS
@@ -1091,9 +1091,9 @@ class PrioritizedReplayBuffer(ReplayBuffer):
     @classmethod
     def _options_for(cls, buffer: ReplayBuffer, options: dict[str, Any]) -> dict[str, Any]:
         """
-        :param buffer: whose content is to be taken over
-        :param options: what the user gave
-        :return: the same, with what the buffer says where the user said nothing
+        :param buffer: buffer whose content is taken over
+        :param options: options given by the user
+        :return: these options, with defaults from the buffer
         :raises ValueError: if the buffer is of another kind
         """
         if type(buffer) not in cls._counterparts:
@@ -1107,10 +1107,10 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         return options
 
 
-# Who asks for SB3's n-step buffer gets one that has `n_steps` and `gamma`, and the same rows
+# Counts as SB3's n-step buffer, since it has `n_steps` and `gamma`, and the same rows
 NStepReplayBuffer.register(PrioritizedReplayBuffer)
 
-# What the class is made of as it was written, to know whether somebody replaced a part of it
+# Members of the original class, to detect replaced ones
 _NAMES = [name for name in dir(PrioritizedReplayBuffer) if not name.startswith("__")]
 _members = attrgetter(*_NAMES)
 _MEMBERS = _members(PrioritizedReplayBuffer)

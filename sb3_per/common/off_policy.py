@@ -226,11 +226,12 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
     @staticmethod
     def _next_observations_of(batch: PrioritizedReplayBufferSamples) -> Any:
         """
-        For algorithms that draw the next action from a distribution, which refuses NaN: what comes
-        after a terminal state counts nothing, and must not stop training.
+        For algorithms that sample the next action from a distribution, which refuses NaN:
+        observations after a terminal state do not count, and must not stop training.
 
         :param batch: transitions from the replay buffer
-        :return: their next observations, with zeros for what is not finite after a terminal state
+        :return: their next observations, with zeros for values after a terminal state that are not
+            finite
         """
 
         def readable(observations: th.Tensor) -> th.Tensor:
@@ -375,8 +376,8 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
 
     def _frame_options(self) -> dict[str, Any]:
         """
-        :return: what tells a buffer of frames how many of them are in a stack, unless the user
-            does
+        :return: options from which a buffer of frames gets the size of a stack, unless the user
+            gave it
         """
         if self.replay_buffer_kwargs.get("frame_stack", "auto") != "auto":
             return {}
@@ -471,11 +472,12 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
 
     def save_replay_buffer(self, path: str | pathlib.Path | io.BufferedIOBase) -> None:
         """
-        Save the replay buffer as a pickle file. A file that is there already is replaced when the
-        new one is complete: whatever happens meanwhile, one of the two is there, whole.
+        Save the replay buffer as a pickle file. An existing file is replaced when the
+        new one is complete, so that one of the two always exists, complete.
 
         :param path: path of the file, or a file opened for writing
-        :raises OSError: if the file can't be written, for lack of space, say; what was there stays
+        :raises OSError: if the file can't be written, for example for lack of space; an old file is
+            kept
         """
         if not isinstance(path, str | pathlib.Path):
             super().save_replay_buffer(path)
@@ -496,7 +498,8 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
         :param path: path of the file, or a file opened for writing
         :param exclude: names of attributes that are left out, in addition to the default ones
         :param include: names of attributes that are saved in spite of that
-        :raises OSError: if the file can't be written, for lack of space, say; what was there stays
+        :raises OSError: if the file can't be written, for example for lack of space; an old file is
+            kept
         :raises ValueError: if ``priority`` is a function that can't be pickled
         """
         exclude = None if exclude is None else list(exclude)

@@ -80,7 +80,7 @@ def make_all(
                 yield outcome
         finally:
             with warnings.catch_warnings():
-                # That runs are given up: whoever closes the iterator knows
+                # The warning about stopped runs: they are stopped on purpose
                 warnings.simplefilter("ignore", UserWarning)
                 outcomes.close()
 

@@ -72,7 +72,7 @@ for reward in (1.0, float("nan")):
 buffer.update_priorities(np.array([0, 1]), th.tensor([[3.0], [float("nan")]]))
 np.testing.assert_allclose(buffer.priorities, [(3.0 + 1e-6) ** 0.6, 1.0], rtol=1e-12)
 """,
-        # what is drawn is augmented, what is stored is not
+        # batches are augmented, stored transitions are not
         """
 model.learn(20)
 batch = model.replay_buffer.sample(64)

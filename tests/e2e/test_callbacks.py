@@ -186,7 +186,7 @@ def test_endless_episodes_are_logged(make_logger: MakeLogger, tmp_path: Path) ->
     rows = rows_of(tmp_path)
     assert [row["time/total_timesteps"] for row in rows] == ["40", "80", "120", "160", "200"]
     assert all(row[key] for row in rows for key in [*QUANTILES, "per/share_never_replayed"])
-    # Learning starts after 50 steps: what is recorded in training is written, too
+    # Learning starts after 50 steps: values recorded in training are written, too
     assert [bool(row["per/td_error_mean"]) for row in rows] == [False, True, True, True, True]
     assert [bool(row["per/replay_age_mean"]) for row in rows] == [False, True, True, True, True]
 

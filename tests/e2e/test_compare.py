@@ -85,7 +85,7 @@ def command(*arguments: str, strict: bool = True) -> list[str]:
 
 def call(folder: Path, *arguments: str, strict: bool = True) -> "subprocess.CompletedProcess[str]":
     # Files instead of pipes, and a session of its own: what a cluster leaves running could hold
-    # a pipe open for ever
+    # a pipe open forever
     with (folder / "stdout").open("w+") as out, (folder / "stderr").open("w+") as err:
         process = subprocess.Popen(
             command(*arguments, strict=strict),

@@ -70,7 +70,7 @@ def assert_same_buffers(one: PrioritizedReplayBuffer, other: PrioritizedReplayBu
 
 def hyperparameters(model: PERDQN) -> dict[str, Any]:
     """Everything public that the model was told, in a form that can be compared."""
-    # What belongs to the process and what is made again
+    # Attributes of the process, and those that are created again
     other = {
         "policy", "q_net", "q_net_target", "env", "replay_buffer", "ep_info_buffer",
         "ep_success_buffer", "start_time", "action_noise", "batch_norm_stats",

@@ -34,7 +34,7 @@ def p_value_of_each_stratum(drawn: IntArray, masses: FloatArray) -> float:
     with the share of the stratum that a leaf covers for its probability.
 
     :param drawn: shape ``(n, batch)``
-    :param masses: what is drawn in proportion to, in the order in which strata go through it
+    :param masses: masses of the draw, in the order of the strata
     """
     n, batch_size = drawn.shape
     ends = np.concatenate([[0.0], np.cumsum(masses)]) / masses.sum()
@@ -59,7 +59,7 @@ def has_one_draw_in_each_stratum(drawn: IntArray, masses: FloatArray) -> bool:
     Whether the interval of what was drawn j-th overlaps the mass from j to j + 1 strata, always.
 
     :param drawn: shape ``(n, batch)``
-    :param masses: what is drawn in proportion to, in the order in which strata go through it
+    :param masses: masses of the draw, in the order of the strata
     """
     batch_size = drawn.shape[1]
     ends = np.concatenate([[0.0], np.cumsum(masses)]) / masses.sum() * batch_size

@@ -1,4 +1,4 @@
-"""Environments and small models for tests, and what is looked at in them."""
+"""Environments and small models for tests, and checks of them."""
 
 from collections.abc import Iterable
 from copy import deepcopy

@@ -24,7 +24,7 @@ from draw_helpers import (
 from draw_helpers import p_value_of_each_stratum as p_value_of_masses
 from sb3_per.trees import RankTree
 
-#: Draws so many leaves by the ranks of the priorities given, with some alpha
+#: Draws a number of leaves by the ranks of the given priorities, with some alpha
 Draw = Callable[[FloatArray, float, int], Callable[[], IntArray]]
 
 

@@ -24,7 +24,7 @@ from draw_helpers import (
 )
 from sb3_per import SumTree
 
-#: Draws so many leaves in proportion to the priorities given
+#: Draws a number of leaves in proportion to the given priorities
 Draw = Callable[[FloatArray, int], Callable[[], IntArray]]
 
 

@@ -168,7 +168,7 @@ def test_a_new_transition_gets_the_maximum() -> None:
 
 
 def test_the_maximum_comes_down_again() -> None:
-    """It is that of what is stored: neither an outlier nor a first value of 1 stays for ever."""
+    """It is the largest stored one: neither an outlier nor a first value of 1 stays forever."""
     buffer = make_buffer(4, n_adds=4)
     buffer.update_priorities([0, 1, 2, 3], [1000.0, 1.0, 1.0, 1.0])
     add_rows(buffer)

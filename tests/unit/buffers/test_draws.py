@@ -14,7 +14,7 @@ from sb3_per.buffers.draws import N_LATEST, DrawRecord
 
 @pytest.mark.parametrize(("n_rows", "n_envs"), [(7, 1), (5, 3), (1, 2)])
 def test_counts_and_ages(n_rows: int, n_envs: int) -> None:
-    """Against a list of what is stored, while rows are overwritten and batches drawn."""
+    """Against a list of stored transitions, while rows are overwritten and batches drawn."""
     rng = np.random.default_rng(0)
     record = DrawRecord(n_rows, n_envs)
     stored = [[-1, 0] for _ in range(n_rows * n_envs)]  # when, and how often drawn since

@@ -477,7 +477,7 @@ def test_another_thread_may_draw_while_transitions_are_added() -> None:
         assert errors == []
 
 
-# --- what is refused ---
+# --- errors ---
 
 
 IMAGES = spaces.Box(0, 255, (4, 14, 13), np.uint8)

@@ -861,8 +861,8 @@ def test_other_spaces_and_wrong_options_are_refused() -> None:
         PrioritizedHerReplayBuffer(10**15, GOAL, ACTIONS, side_by_side(1))
     with pytest.raises(ValueError, match=r"`alpha`.*-1"):
         make_her(10**15, alpha=-1)
-    with pytest.raises(TypeError, match="colour"):
-        make_her(4, colour=1)
+    with pytest.raises(TypeError, match="color"):
+        make_her(4, color=1)
 
 
 def test_batches_are_on_the_buffers_device_and_of_the_types_of_sb3() -> None:

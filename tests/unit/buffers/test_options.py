@@ -1,4 +1,4 @@
-"""Options of a buffer: names, defaults, what is taken and what is refused."""
+"""Options of a buffer: names, defaults, allowed and refused values."""
 
 import inspect
 import math
@@ -41,7 +41,7 @@ def test_names_order_and_defaults_of_the_arguments() -> None:
     assert list(ours)[: len(theirs)] == list(theirs)
     assert [ours[name].default for name in theirs] == [p.default for p in theirs.values()]
     *options, sb3_options = list(ours.values())[len(theirs) :]
-    # What is left goes to the SB3 buffer that a derived class builds on
+    # Further options go to the SB3 buffer of a derived class
     assert sb3_options.kind is inspect.Parameter.VAR_KEYWORD
     assert {option.kind for option in options} == {inspect.Parameter.KEYWORD_ONLY}
     assert {option.name: option.default for option in options} == {

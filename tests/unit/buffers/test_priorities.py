@@ -490,7 +490,7 @@ def test_an_error_beyond_float64_is_refused_without_a_warning_of_numpy() -> None
 @pytest.mark.parametrize("n_envs", [1, 2])
 @pytest.mark.parametrize("n_adds", [0, 1, 5])
 def test_an_index_stands_for_a_place(n_adds: int, n_envs: int) -> None:
-    """An error that comes late counts for what is stored there by then, whoever kept the index."""
+    """A late error counts for the transition that is stored there by then."""
     buffer = make_buffer(4 * n_envs, 6, n_envs)
     earlier, latest = buffer.sample(8 * n_envs), buffer.sample(8 * n_envs)
     assert len(np.unique(latest.indices)) == 4 * n_envs

@@ -1,4 +1,4 @@
-"""Batches: what is drawn, with which weights, by which random numbers, on which device."""
+"""Batches: draws, weights, random numbers and devices."""
 
 import copy
 import pickle

@@ -68,7 +68,7 @@ def test_gamma_of_the_buffer_discounts_the_returns_and_what_follows() -> None:
         add_rows(buffer, 1, number, reward=np.ones(1))
     batch = buffer.sample(30)
     assert batch.discounts is not None
-    # The last one sees the end of what is stored.
+    # The last one reaches the newest transition.
     assert by_index(batch, "rewards") == {0: [1.5], 1: [1.5], 2: [1.0]}
     assert by_index(batch, "discounts") == {0: [0.25], 1: [0.25], 2: [0.5]}
 

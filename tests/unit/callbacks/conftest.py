@@ -110,7 +110,7 @@ def make_model(make_env: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Rows(Logger):
-    """Keeps what is written, a dict for each row."""
+    """Keeps the written rows, a dict for each."""
 
     def __init__(self) -> None:
         super().__init__(None, [])
@@ -125,5 +125,5 @@ class Rows(Logger):
 
 @pytest.fixture
 def logger() -> Rows:
-    """Keeps what is written in ``rows``, a dict for each row."""
+    """Keeps the written rows in ``rows``, a dict for each."""
     return Rows()

@@ -1,4 +1,4 @@
-"""Snapshots of a replay buffer: when they are taken, and what is in them."""
+"""Snapshots of a replay buffer: their times and their content."""
 
 import pickle
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What the log says of a replay buffer and of what is replayed."""
+"""Logged statistics of a replay buffer and of replayed transitions."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +16,7 @@ Make = Callable[..., Any]
 
 
 def log(model: Any, logger: Any, timesteps: int, log_freq: int) -> list[dict[str, Any]]:
-    """What is written in a training, a dict for each row."""
+    """Rows of the log of a training, a dict for each."""
     model.set_logger(logger)
     model.learn(timesteps, callback=PERLoggerCallback(log_freq), log_interval=None)
     rows: list[dict[str, Any]] = logger.rows

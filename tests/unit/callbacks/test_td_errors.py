@@ -1,4 +1,4 @@
-"""TD errors of what is in a replay buffer."""
+"""TD errors of the transitions in a replay buffer."""
 
 import functools
 import importlib
@@ -126,7 +126,7 @@ def test_td_errors_with_dict_observations_and_hindsight(
         kwargs["replay_buffer_class"] = HerReplayBuffer
     model = make_model(algorithm, make_env(2, kind), **kwargs).learn(130)
     indices = drawable_indices(model.replay_buffer)
-    # The episodes that still run, and what is left of those whose beginning was overwritten
+    # Unfinished episodes, and the rest of those whose beginning was overwritten
     assert (len(indices) < 60) == (kind == "goal")
     expected = reference_td_errors(model, indices)
     np.testing.assert_allclose(td_errors_in_buffer(model), expected, rtol=1e-4, atol=1e-4)

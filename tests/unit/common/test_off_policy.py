@@ -379,8 +379,8 @@ def test_the_increment_of_hand_written_loops_is_refused() -> None:
 
 
 def test_an_unknown_buffer_argument_is_named() -> None:
-    with pytest.raises(TypeError, match="'colour'"):
-        make_model(replay_buffer_kwargs={"colour": 1})
+    with pytest.raises(TypeError, match="'color'"):
+        make_model(replay_buffer_kwargs={"color": 1})
 
 
 def test_buffer_arguments_that_agree_are_accepted_and_the_callers_dict_stays() -> None:

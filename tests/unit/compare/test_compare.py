@@ -352,7 +352,7 @@ def test_output_folder_with_letters_that_the_terminal_lacks(
     out.flush()
     out.buffer.seek(0)
     assert name.encode("ascii", "backslashreplace") in out.buffer.read()
-    # Whoever called the function keeps the stream as it was
+    # The stream of the caller is unchanged
     assert out.errors == "strict"
     assert len(trained) == 1
 

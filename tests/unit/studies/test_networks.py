@@ -1,4 +1,4 @@
-"""Studies in which networks learn: which runs are made, and what is kept of them."""
+"""Studies in which networks learn: their runs and measures."""
 
 import numpy as np
 import pytest

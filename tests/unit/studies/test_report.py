@@ -1,4 +1,4 @@
-"""What is said of the runs of a study, recomputed, and said of runs that are missing."""
+"""Reports of studies, recomputed, also with missing runs."""
 
 from typing import Any
 

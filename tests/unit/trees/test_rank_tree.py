@@ -223,7 +223,7 @@ def test_resolution(capacity: int) -> None:
 
 
 def test_float32_errors_are_all_told_apart() -> None:
-    """Neighbouring float32 numbers, in a tree of a million leaves, at any magnitude."""
+    """Neighboring float32 numbers, in a tree of a million leaves, at any magnitude."""
     tree = RankTree(1_000_000)
     for magnitude in (1e-30, 1e-6, 1.0, 1e6, 1e30):
         errors = np.full(64, magnitude, dtype=np.float32)
@@ -350,7 +350,7 @@ def test_alpha_must_be_a_number(alpha: Any) -> None:
         RankTree(4, alpha)
 
 
-# --- ranks, and what is refused ---
+# --- ranks, and errors ---
 
 
 def test_reading_ranks() -> None:

@@ -1,4 +1,4 @@
-"""The way into rl-zoo3: what is registered, and with which arguments its functions are called."""
+"""Registration with rl-zoo3, and the arguments with which its functions are called."""
 
 import importlib
 import sys
