@@ -42,10 +42,6 @@ ORIGINS = {
 
 #: What is another way here on purpose, by a part of the test's name
 BY_DESIGN = {
-    "test_n_step_replay.py::test_run": "n-step returns come from a prioritized buffer, not SB3's",
-    "test_save_load.py::test_warn_buffer[True": (
-        "with memory saving, the last transition is kept whole: nothing to warn of"
-    ),
     "test_tensorboard.py::test_tensorboard": "the folder of the log has the name of our algorithm",
 }
 

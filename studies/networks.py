@@ -13,24 +13,6 @@ from studies.study import Row, Study, StudyRun
 __all__ = ["CLIFFWALKS", "TASKS", "NetworkStudy", "Task", "corridor"]
 
 
-class Task(NamedTuple):
-    """
-    An environment with the hyperparameters that all agents share.
-
-    :param env_id: id of Gymnasium
-    :param eval_episodes: number of episodes of each evaluation; one if the environment is
-        deterministic
-    :param hyperparams: hyperparameters in the format of rl-zoo's files, which replace those of
-        :data:`SHARED`
-    :param n_evals: number of greedy evaluations along each run, besides the one before it
-    """
-
-    env_id: str
-    eval_episodes: int
-    hyperparams: Mapping[str, Any]
-    n_evals: int = 20
-
-
 #: Default hyperparameters of the tasks. Eight parallel environments and two updates for eight
 #: steps: one for four, at less cost than with a single environment.
 SHARED: dict[str, Any] = {
@@ -47,6 +29,36 @@ SHARED: dict[str, Any] = {
     "exploration_fraction": 0.5,
     "exploration_final_eps": 0.05,
 }
+
+#: Default hyperparameters of the tasks with continuous actions: those of rl-zoo's files for MuJoCo
+#: that SAC and TD3 have in common. For the rest, the defaults of each algorithm apply.
+CONTINUOUS: dict[str, Any] = {
+    "policy": "MlpPolicy",
+    "learning_starts": 10_000,
+    "batch_size": 256,
+    "train_freq": 1,
+    "gradient_steps": 1,
+}
+
+
+class Task(NamedTuple):
+    """
+    An environment with the hyperparameters that all agents share.
+
+    :param env_id: id of Gymnasium
+    :param eval_episodes: number of episodes of each evaluation; one if the environment is
+        deterministic
+    :param hyperparams: hyperparameters in the format of rl-zoo's files, which replace those of
+        ``shared``
+    :param n_evals: number of greedy evaluations along each run, besides the one before it
+    :param shared: default hyperparameters, in the same format
+    """
+
+    env_id: str
+    eval_episodes: int
+    hyperparams: Mapping[str, Any]
+    n_evals: int = 20
+    shared: Mapping[str, Any] = SHARED
 
 
 def corridor(length: int, **hyperparams: Any) -> Task:
@@ -110,6 +122,19 @@ TASKS: dict[str, Task] = {
     "lunarlander-every-32": Task(
         "LunarLander-v3", 5, {"n_timesteps": 40_000, **_CONTROL, **_every(32)}, n_evals=10
     ),
+    "pendulum": Task(
+        "Pendulum-v1",
+        10,
+        {
+            "n_timesteps": 20_000,
+            "learning_rate": 1e-3,
+            "gamma": 0.98,
+            "buffer_size": 200_000,
+            "learning_starts": 1_000,
+        },
+        shared=CONTINUOUS,
+    ),
+    "hopper": Task("Hopper-v5", 10, {"n_timesteps": 50_000}, n_evals=10, shared=CONTINUOUS),
     **{
         name: _cliffwalk(n, n_timesteps=CLIFFWALK_STEPS[n], **_every(freq))
         for name, (n, freq) in CLIFFWALKS.items()
@@ -134,7 +159,7 @@ class NetworkStudy(Study):
         if task not in TASKS:
             raise SettingsError(f"there is no task {task!r}, only {', '.join(TASKS)}")
         about = TASKS[task]
-        hyperparams = {**SHARED, **about.hyperparams}
+        hyperparams = {**about.shared, **about.hyperparams}
         parse_agent(agent).check(hyperparams)
         run = Run(
             about.env_id,

@@ -1,7 +1,7 @@
 """Replay buffer for ``Dict`` observations that draws transitions by priority."""
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -86,7 +86,7 @@ class PrioritizedDictReplayBuffer(PrioritizedReplayBuffer, DictReplayBuffer):  #
         super().add(dict(obs), dict(next_obs), action, reward, done, infos)  # type: ignore[arg-type]
 
     def _observation_steps(self, name: str, obs: Any, n: int) -> dict[str, Array]:
-        shapes = cast(dict[str, tuple[int, ...]], self.obs_shape)
+        shapes: Any = self.obs_shape
         if not isinstance(obs, Mapping) or set(obs) != set(shapes):
             given = sorted(obs) if isinstance(obs, Mapping) else type(obs).__name__
             raise ValueError(f"`{name}` must map {sorted(shapes)} to arrays, got {given}")

@@ -146,7 +146,7 @@ class CompressedFrameRing(FrameRing):
         :return: the frames, shape ``(*numbers.shape, frame_size)``
         """
         frames = np.empty((*numbers.shape, self.frame_size), dtype=np.uint8)
-        size, target = self.frame_size, memoryview(frames.reshape(-1))
+        size, target = self.frame_size, frames.reshape(-1).data
         decompressor = _zstandard().ZstdDecompressor()
         with self._lock:
             # What was dropped since the draw, by another thread, gives way to what is there
@@ -178,7 +178,7 @@ class CompressedFrameRing(FrameRing):
                     )
                     content = memoryview(decompressed)
                 elif new:
-                    content = memoryview(self._newest[env].reshape(-1))
+                    content = self._newest[env].reshape(-1).data
                 target[start * size : stop * size] = content[
                     first * size : (first + stop - start) * size
                 ]

@@ -1,7 +1,7 @@
 """Replay buffer for stacked images that stores each frame once and draws by priority."""
 
 import math
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import gymnasium as gym
 import numpy as np
@@ -23,44 +23,43 @@ Array = npt.NDArray[Any]
 IntArray = npt.NDArray[np.int64]
 SelfFrames = TypeVar("SelfFrames", bound="PrioritizedFrameReplayBuffer")
 
-#: One in so many frames is kept in addition to one for each transition: an episode of ``n`` steps
-#: has ``n + 1`` frames. With episodes shorter than this, the oldest transitions lose theirs.
+#: Number of transitions with room for one additional frame: an episode of ``n`` steps has
+#: ``n + 1`` frames. With shorter episodes, the oldest transitions lose their frames.
 SLACK = 16
 
-#: After so many transitions without a single stack that is the one before, shifted, none is
-#: expected any more
+#: Number of transitions without a shifted stack after which an error is raised
 N_WITHOUT_SHIFT = 16
 
 
 class PrioritizedFrameReplayBuffer(PrioritizedReplayBuffer):
     """
-    Prioritized replay buffer for stacks of images, as ``VecFrameStack`` makes them, that stores
-    each frame once: an eighth of the memory of :class:`PrioritizedReplayBuffer`, a quarter of what
-    ``optimize_memory_usage`` needs. A million transitions of four frames of 84 by 84 take 7.6 GB;
+    Prioritized replay buffer for stacks of images, such as those of ``VecFrameStack``, that stores
+    each frame once: an eighth of the memory of :class:`PrioritizedReplayBuffer`, a quarter of that
+    with ``optimize_memory_usage``. A million transitions of four frames of 84 by 84 take 7.6 GB;
     with ``compression="zstd"``, 0.1 to 0.4 GB in the games that were measured.
 
-    Batches are those of SB3's ``ReplayBuffer`` (``NStepReplayBuffer``), bit for bit, whatever the
+    Batches are those of SB3's ``ReplayBuffer`` (``NStepReplayBuffer``), bit for bit, for all
     episodes: terminations and time limits, stacks that begin with zeros or with repetitions, resets
-    in the middle, frames that are skipped. What a stack doesn't share with the one before is
-    stored anew. A transition whose frames were overwritten has zero mass: where episodes are
-    shorter than 16 steps, these are some of the oldest.
+    in the middle, skipped frames. Frames that a stack doesn't share with the one before are stored
+    again. A transition whose frames were overwritten has zero mass: if episodes are shorter than 16
+    steps, these are some of the oldest.
 
     :param buffer_size: maximum number of transitions, over all environments
     :param observation_space: space of images (SB3's ``is_image_space``), channels first or last,
         whose channels are those of several frames, the newest last
     :param action_space: action space
     :param device: PyTorch device of the batches
-    :param n_envs: number of environments that add transitions side by side
-    :param optimize_memory_usage: refused, as frames are stored once anyway
-    :param handle_timeout_termination: bootstrap where an episode ran out of time
+    :param n_envs: number of parallel environments
+    :param optimize_memory_usage: not supported, as frames are stored once anyway
+    :param handle_timeout_termination: whether to bootstrap at the time limit of an episode
     :param frame_stack: number of frames in a stack, at least 2; ``"auto"`` reads it from the
         wrappers of ``env`` (SB3's ``VecFrameStack``, Gymnasium's ``FrameStackObservation``)
-    :param env: the training environment, for ``frame_stack="auto"``; not kept. Algorithms of this
-        package give it.
+    :param env: training environment, for ``frame_stack="auto"``; not kept. Algorithms of this
+        package pass it.
     :param compression: None; or ``"zstd"``, ``"zstd-LEVEL"`` with a level from 1 to 22: frames are
         compressed, which costs time (needs the extra ``compression``)
     :param options: the keyword-only options of :class:`PrioritizedReplayBuffer`
-    :raises ValueError: if an option is out of its range, or the observations are no image stacks
+    :raises ValueError: if an option is out of its range, or observations are not stacks of images
     :raises ImportError: if ``compression`` needs a package that is missing
     """
 
@@ -80,7 +79,7 @@ class PrioritizedFrameReplayBuffer(PrioritizedReplayBuffer):
         **options: Any,
     ) -> None:
         n_rows = max(check_size("buffer_size", buffer_size) // check_size("n_envs", n_envs), 1)
-        # One row of SB3's arrays, because images are stored otherwise
+        # One row of SB3's arrays, because images are stored separately
         super().__init__(
             n_envs,
             observation_space,
@@ -93,7 +92,7 @@ class PrioritizedFrameReplayBuffer(PrioritizedReplayBuffer):
         )
         del self.observations, self.next_observations
         shape = tuple(self.observation_space.shape or ())
-        self._channels_first = is_image_space_channels_first(self.observation_space)
+        self._channels_first = is_image_space_channels_first(cast(spaces.Box, observation_space))
         n_channels = shape[0] if self._channels_first else shape[-1]
         self._frame_stack = _check_frame_stack(frame_stack, env, n_channels, shape)
         self._n_channels = n_channels // self._frame_stack
@@ -105,14 +104,14 @@ class PrioritizedFrameReplayBuffer(PrioritizedReplayBuffer):
             setattr(self, name, np.zeros((n_rows, *array.shape[1:]), dtype=array.dtype))
         self._start_tree()
 
-        # A stack of `k` frames is told by the number of its newest one, and by how many of the `k`
-        # are frames of their own: the others, before the episode's first, are zeros (a number below
-        # zero) or repeat the oldest one.
+        # A stack of `k` frames is stored as the number of its newest one, and the number of its
+        # stored frames: the others, before the episode's first, are zeros (a number below zero) or
+        # repeat the oldest one.
         rows_and_envs = (n_rows, n_envs)
         self._newest = np.zeros(rows_and_envs, dtype=np.int64)
         self._depths = np.zeros(rows_and_envs, dtype=np.int16)
         self._next_depths = np.zeros(rows_and_envs, dtype=np.int16)
-        # How many frames the next observation is ahead
+        # Number of frames by which the next observation is ahead
         self._shifts = np.zeros(rows_and_envs, dtype=np.int16)
         self._ring = make_frame_ring(
             compression,
@@ -143,11 +142,11 @@ class PrioritizedFrameReplayBuffer(PrioritizedReplayBuffer):
     def _start_stream(self) -> None:
         n_envs, size = self.n_envs, self._ring.frame_size
         # The newest stack of each environment: its depth as above (0 before the first one), its
-        # frames, and how it came
+        # frames, and its origin
         self._current_depths = [0] * n_envs
         self._current_frames = np.zeros((n_envs, self._frame_stack, size), dtype=np.uint8)
         self._current_observations: list[Array | None] = [None] * n_envs
-        #: How many rows of each environment, the oldest ones, have lost their frames
+        #: Number of the oldest rows of each environment whose frames are overwritten
         self._n_lost = np.zeros(n_envs, dtype=np.int64)
         self._n_shifted = 0
         self._n_unshifted = 0
@@ -159,7 +158,7 @@ class PrioritizedFrameReplayBuffer(PrioritizedReplayBuffer):
 
     @property
     def compression(self) -> str | None:
-        """How frames are compressed: None, ``"zstd"`` or ``"zstd-LEVEL"``."""
+        """Compression of the frames: None, ``"zstd"`` or ``"zstd-LEVEL"``."""
         return self._compression
 
     @property
@@ -168,7 +167,7 @@ class PrioritizedFrameReplayBuffer(PrioritizedReplayBuffer):
         return super().nbytes + self._ring.nbytes
 
     def reset(self) -> None:
-        """Forget all transitions and their priorities."""
+        """Remove all transitions and their priorities."""
         super().reset()
         self._ring.clear()
         self._start_stream()
@@ -183,7 +182,7 @@ class PrioritizedFrameReplayBuffer(PrioritizedReplayBuffer):
         infos: list[dict[str, Any]],
     ) -> None:
         """
-        Store one transition of each environment, at the largest priority there is.
+        Store one transition of each environment, with the largest stored priority.
 
         :param obs: shape ``(n_envs, *observation)``
         :param next_obs: the observation after the step (of the same episode), same shape
@@ -249,15 +248,15 @@ class PrioritizedFrameReplayBuffer(PrioritizedReplayBuffer):
                 self._n_unshifted += not is_shifted
                 self._shifts[row, env] = int(self._ring.counts[env]) - 1 - newest
                 self._next_depths[row, env] = self._current_depths[env]
-                # In the order that it has in memory, so that comparing is fast
+                # In the order of its memory, so that the comparison is fast
                 self._current_observations[env] = next_obs.copy(order="K")
 
     def _store_stack(self, env: int, frames: Frames) -> bool:
         """
-        Store what a stack does not share with the newest one of its environment.
+        Store the frames that a stack does not share with the newest one of its environment.
 
         :param env: number of the environment
-        :param frames: of the stack, shape ``(frame_stack, frame_size)``
+        :param frames: frames of the stack, shape ``(frame_stack, frame_size)``
         :return: whether it is the newest stack shifted by less than ``frame_stack`` frames
         """
         k, depth, current = self._frame_stack, self._current_depths[env], self._current_frames[env]
@@ -268,8 +267,8 @@ class PrioritizedFrameReplayBuffer(PrioritizedReplayBuffer):
                 break
         else:
             shift = k
-            blank = ~frames.any(axis=1)
-            # How many of the oldest ones are zeros, or alike; the newest is stored in any case
+            blank = np.asarray(~frames.any(axis=1))
+            # Number of the oldest frames that are zero, or equal; the newest is always stored
             n_zeros = int(np.argmin([*blank[:-1], False]))
             n_alike = int(np.argmin([*(frames[1:] == frames[0]).all(axis=1), False]))
             depth = n_zeros - k if n_zeros else k - n_alike
@@ -277,11 +276,11 @@ class PrioritizedFrameReplayBuffer(PrioritizedReplayBuffer):
         self._ring.append(env, new)
         self._current_depths[env] = depth
         self._current_frames[env] = frames
-        return shift < k
+        return bool(shift < k)
 
     def _admit(self, start: int, stop: int, priority: float) -> None:
         super()._admit(start, stop, priority)
-        # Where frames were overwritten, the oldest transitions lose their mass
+        # If frames were overwritten, the oldest transitions lose their mass
         n_rows = self.size()
         for env in range(self.n_envs):
             first = self._ring.first(env)
@@ -305,12 +304,12 @@ class PrioritizedFrameReplayBuffer(PrioritizedReplayBuffer):
         self, indices: IntArray, env: VecNormalize | None = None
     ) -> PrioritizedReplayBufferSamples:
         """
-        The batch for given transitions, without a draw.
+        Return the batch for given transitions, without a draw.
 
         :param indices: stored transitions that can be drawn, int64, shape ``(batch,)``:
             ``row * n_envs + env``
-        :param env: normalizes observations and rewards of the batch, if given
-        :return: the batch, with weights as if these had been drawn
+        :param env: environment that normalizes the observations and rewards of the batch, if given
+        :return: the batch, with weights as if these transitions had been drawn
         :raises ValueError: if the frames of one were overwritten
         """
         drawable = self._is_drawable(np.asarray(indices))
@@ -327,7 +326,7 @@ class PrioritizedFrameReplayBuffer(PrioritizedReplayBuffer):
         newest = self._flat(self._newest)
         ends = np.stack([newest[indices], newest[last] + self._flat(self._shifts)[last]])
         depths = np.stack([self._flat(self._depths)[indices], self._flat(self._next_depths)[last]])
-        # Both observations of all transitions at once, so that frames come from memory once
+        # Both observations of all transitions at once, so that frames are read once
         numbers = ends[:, :, None] + np.arange(1 - self._frame_stack, 1)
         oldest = (ends + 1 - np.abs(depths))[:, :, None]
         envs = (indices % self.n_envs)[:, None]
@@ -347,7 +346,7 @@ class PrioritizedFrameReplayBuffer(PrioritizedReplayBuffer):
         """
         if not self._channels_first:
             stack = stack.reshape(-1, self._frame_stack, self._n_channels).swapaxes(0, 1)
-        # Of images that were transposed, a copy: all that follows is several times faster
+        # A copy of transposed images makes all further operations several times faster
         return np.ascontiguousarray(stack.reshape(self._frame_stack, -1))
 
     def _stacks_of(self, frames: Frames) -> Array:
@@ -365,12 +364,12 @@ class PrioritizedFrameReplayBuffer(PrioritizedReplayBuffer):
         cls: type[SelfFrames], buffer: ReplayBuffer, **options: Any
     ) -> SelfFrames:
         """
-        Take over the content of one of SB3's own buffers, each transition at priority 1.
+        Take over the content of one of SB3's buffers, each transition with a priority of 1.
 
         :param buffer: SB3's counterpart of this class, without ``optimize_memory_usage``; its
             content is copied
-        :param options: the keyword-only options of this class; ``n_steps`` and ``gamma`` are by
-            default those of an ``NStepReplayBuffer``
+        :param options: the keyword-only options of this class; ``n_steps`` and ``gamma`` default
+            to those of an ``NStepReplayBuffer``
         :return: a prioritized buffer with the same transitions, which draws them uniformly until
             priorities are updated
         :raises ValueError: if an option is out of its range, or the buffer is of another kind
@@ -388,7 +387,7 @@ class PrioritizedFrameReplayBuffer(PrioritizedReplayBuffer):
         )
         parts = [slice(0, buffer.pos)]
         if buffer.full:
-            # As if other transitions had been there, so that each row gets its place
+            # As if other transitions had been stored before, so that each row keeps its position
             prioritized.pos, prioritized.full = buffer.pos, True
             prioritized._n_lost[:] = buffer.buffer_size
             parts = [slice(buffer.pos, buffer.buffer_size), *parts]
@@ -409,12 +408,12 @@ def _check_frame_stack(
     frame_stack: Any, env: VecEnv | None, n_channels: int, shape: tuple[int, ...]
 ) -> int:
     """
-    :param frame_stack: what the user gave
-    :param env: the training environment, if there is one
-    :param n_channels: of an observation
-    :param shape: of an observation, for error messages
+    :param frame_stack: value given by the user
+    :param env: training environment, if there is one
+    :param n_channels: number of channels of an observation
+    :param shape: shape of an observation, for error messages
     :return: number of frames in a stack
-    :raises ValueError: if it can't be known, or can't be right
+    :raises ValueError: if it can't be determined, or does not fit the observations
     """
     if isinstance(frame_stack, str) and frame_stack == "auto":
         frame_stack = None if env is None else frame_stack_of(env)
@@ -442,7 +441,7 @@ def _check_frame_stack(
 def frame_stack_of(env: VecEnv | gym.Env[Any, Any]) -> int | None:
     """
     :param env: environment with its wrappers
-    :return: how many frames the outermost wrapper that stacks them puts into an observation: SB3's
+    :return: number of frames in a stack of the outermost wrapper that stacks them: SB3's
         ``VecFrameStack`` or Gymnasium's ``FrameStackObservation``; None if there is neither
     """
     # By this name since Gymnasium 1.0

@@ -3,7 +3,7 @@
 import math
 import warnings
 from operator import attrgetter
-from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -63,6 +63,35 @@ SelfBuffer = TypeVar("SelfBuffer", bound="PrioritizedReplayBuffer")
 Array = npt.NDArray[Any]
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
+
+
+class BatchSource(NamedTuple):
+    """
+    What a batch is made of: everything that is stored, without copies, one row for each transition,
+    and the rows that count.
+
+    :param observations: shape ``(n_rows, n_features)``
+    :param next_observations: same shape
+    :param actions: shape ``(n_rows, n_numbers)``
+    :param rewards: shape ``(n_rows,)``
+    :param dones: whether episodes ended, same shape
+    :param timeouts: whether that was for lack of time, same shape
+    :param last: where the returns of the batch end, shape ``(n,)``
+    :param following: where the observations after them are, shape ``(n,)``
+    :param returns: n-step returns, shape ``(n, 1)``; ``(0, 1)`` with one step
+    :param discounts: of what follows these, same shape
+    """
+
+    observations: Array
+    next_observations: Array
+    actions: Array
+    rewards: Array
+    dones: Array
+    timeouts: Array
+    last: IntArray
+    following: IntArray
+    returns: Array
+    discounts: Array
 
 
 def check_number(name: str, value: Any, low: float = 0.0, high: float = math.inf) -> float:
@@ -509,7 +538,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         :param n: number of steps
         :return: the same with the shape ``(n, n_envs, *observation)``
         """
-        return self._steps_of(name, obs, n, cast(tuple[int, ...], self.obs_shape))
+        return self._steps_of(name, obs, n, self.obs_shape)
 
     def _steps_of(
         self, name: str, values: npt.ArrayLike, n: int, shape: tuple[int, ...] = ()
@@ -707,14 +736,10 @@ class PrioritizedReplayBuffer(ReplayBuffer):
             and _members(PrioritizedReplayBuffer) == _MEMBERS
         )
 
-    def gather_arguments(self, indices: IntArray) -> tuple[Array, ...]:
+    def batch_source(self, indices: IntArray) -> BatchSource:
         """
         :param indices: which transitions, shape ``(n,)``
-        :return: everything that is stored, one row for each transition: observations, next
-            observations, actions, rewards, ends of episodes, time limits; then the rows where the
-            returns of ``indices`` end and where the observations after them are, shape ``(n,)``
-            each; then n-step returns and their discounts, shape ``(n, 1)`` each, or ``(0, 1)``
-            with one step
+        :return: what their batch is made of
         """
         if self._n_steps == 1:
             last, returns, discounts = indices, _NO_RETURNS, _NO_RETURNS
@@ -723,7 +748,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         n = self.tree.capacity
         observations = self.observations.reshape(n, -1)
         saves_memory = self.optimize_memory_usage
-        return (
+        return BatchSource(
             observations,
             observations if saves_memory else self.next_observations.reshape(n, -1),
             self.actions.reshape(n, -1),
@@ -1081,6 +1106,9 @@ class PrioritizedReplayBuffer(ReplayBuffer):
             options = {"n_steps": buffer.n_steps, "gamma": buffer.gamma, **options}
         return options
 
+
+# Who asks for SB3's n-step buffer gets one that has `n_steps` and `gamma`, and the same rows
+NStepReplayBuffer.register(PrioritizedReplayBuffer)
 
 # What the class is made of as it was written, to know whether somebody replaced a part of it
 _NAMES = [name for name in dir(PrioritizedReplayBuffer) if not name.startswith("__")]

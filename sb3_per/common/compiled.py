@@ -1,4 +1,4 @@
-"""What algorithms of discrete actions share whose small networks are trained by compiled code."""
+"""Base class of algorithms with discrete actions that train small networks by compiled code."""
 
 from typing import Any, ClassVar
 
@@ -14,7 +14,7 @@ from sb3_per.common.mlp import Architecture, CompiledUpdate, Replayed, UpdateCho
 from sb3_per.common.off_policy import PrioritizedOffPolicyAlgorithm
 from sb3_per.common.priorities import priorities_of
 
-#: Priorities that compiled code makes of the TD errors alone
+#: Priorities that compiled code computes from the TD errors alone
 BYPASSING = ("td_error", "clipped")
 
 __all__ = ["CompiledOffPolicyAlgorithm"]
@@ -22,25 +22,24 @@ __all__ = ["CompiledOffPolicyAlgorithm"]
 
 class CompiledOffPolicyAlgorithm(PrioritizedOffPolicyAlgorithm):
     """
-    Base class of PERDQN and PERQRDQN: where network and optimizer are exactly known, a gradient
-    step is compiled code that works on the memory of the parameters and of the optimizer's state,
-    and so is the choice of the greedy action (:mod:`~sb3_per.common.mlp` says what is known).
-    Anything else is trained by torch, in the plain way. Which one it is is decided again whenever
-    it could have changed.
+    Base class of PERDQN and PERQRDQN: for supported networks and optimizers, a gradient step is
+    compiled code that works on the memory of the parameters and of the optimizer's state, and so is
+    the choice of the greedy action (:mod:`~sb3_per.common.mlp` lists the conditions). All other
+    models are trained by torch. The choice is made again whenever it could have changed.
 
-    Its arguments are those of SB3's ``OffPolicyAlgorithm``.
+    Takes the arguments of SB3's ``OffPolicyAlgorithm``.
     """
 
-    #: What the policy must be made of
+    #: Required architecture of the policy
     _architecture: ClassVar[Architecture]
-    #: Methods that compiled code stands for: who overrides one is trained in the plain way
+    #: Methods that compiled code replaces: a class that overrides one is trained by torch
     _compiled_methods: ClassVar[tuple[str, ...]] = ("td_errors", "priority_context")
 
-    #: Whether to use compiled code where it can be
+    #: Whether to use compiled code if possible
     compiled: bool
     double_q: bool
     max_grad_norm: Any
-    #: That of the TD errors; quantiles have no other
+    #: Loss of the TD errors; quantiles have only the Huber loss
     loss: Loss = "huber"
     exploration_rate: float
 
@@ -59,24 +58,27 @@ class CompiledOffPolicyAlgorithm(PrioritizedOffPolicyAlgorithm):
 
     @property
     def uses_compiled_update(self) -> bool:
-        """Whether ``train`` runs compiled code, by the model as it is now."""
+        """
+        Whether ``train`` of this class runs compiled code for the model as it is now. A derived
+        class with a ``train`` of its own uses it by calling this one.
+        """
         return self._compiled_update()[0] is not None
 
     def _compiled_update(self) -> tuple[CompiledUpdate | None, str | None]:
-        """:return: what trains the model as it is now, or None and the reason why torch does"""
+        """:return: compiled update of the current model, or None and the reason for torch"""
         reason = self._reason_for_the_plain_way()
         if reason:
             return None, reason
         return self._update_choice.for_training(self.policy), self._update_choice.reason
 
     def _reason_for_the_plain_way(self) -> str | None:
-        """:return: why compiled code can't stand for this model's own; None if it can"""
+        """:return: reason why compiled code can't replace this model's methods; None if it can"""
         if not self.compiled:
             return "`compiled` is False"
         if not isinstance(self.priority, str):
             return "`priority` is a function"
         cls = type(self)
-        # The class that the compiled code was written for
+        # The class for which the compiled code was written
         known = next(base for base in cls.__mro__ if "_architecture" in vars(base))
         own = vars(self)
         for name in self._compiled_methods:
@@ -98,11 +100,11 @@ class CompiledOffPolicyAlgorithm(PrioritizedOffPolicyAlgorithm):
 
     def _train_compiled(self, gradient_steps: int, batch_size: int) -> bool:
         """
-        What follows :meth:`_prepare_replay` in ``train``, by compiled code.
+        Gradient steps after :meth:`_prepare_replay` in ``train``, by compiled code.
 
-        :param gradient_steps: how many batches
-        :param batch_size: number of transitions in each
-        :return: whether it could be done so; if not, nothing has changed
+        :param gradient_steps: number of gradient steps, each with a batch
+        :param batch_size: number of transitions in a batch
+        :return: whether compiled code was used; if not, nothing has changed
         """
         update, reason = self._compiled_update()
         if self.verbose >= 1:
@@ -111,7 +113,7 @@ class CompiledOffPolicyAlgorithm(PrioritizedOffPolicyAlgorithm):
             return False
         self._update_learning_rate(self.policy.optimizer)
         buffer = self.replay_buffer
-        # Whatever else becomes the priority gets to see the batch
+        # Other priority functions need the batch
         can_be_bypassed = self._vec_normalize_env is None and self.priority in BYPASSING
         losses, errors, weights = [], [], []
         for _ in range(gradient_steps):
@@ -132,13 +134,13 @@ class CompiledOffPolicyAlgorithm(PrioritizedOffPolicyAlgorithm):
 
     def _replay(self, update: CompiledUpdate, batch: PrioritizedReplayBufferSamples) -> Replayed:
         """
-        :param update: of this model
-        :param batch: from the replay buffer
-        :return: what there is to log
+        :param update: compiled update of this model
+        :param batch: batch from the replay buffer
+        :return: values to log
         """
         td_errors = update.td_errors(batch, self.gamma, self.double_q)
-        # Before the step, so that an error that is not finite stops training while the
-        # network is still whole
+        # Before the step, so that a TD error that is not finite stops training before the
+        # network changes
         priorities = self._compiled_priorities(batch, td_errors)
         self.replay_buffer.update_priorities(batch.indices, priorities)
         loss = update.descend(batch.weights, self.max_grad_norm, self.loss)
@@ -146,11 +148,11 @@ class CompiledOffPolicyAlgorithm(PrioritizedOffPolicyAlgorithm):
 
     def _replay_at_once(self, update: CompiledUpdate, batch_size: int) -> Replayed:
         """
-        The same for a batch that is drawn here, without the methods of the buffer.
+        The same as :meth:`_replay` for a batch drawn here, without the methods of the buffer.
 
-        :param update: that takes from the buffer
+        :param update: compiled update that works on the arrays of the buffer
         :param batch_size: number of transitions
-        :return: what there is to log
+        :return: values to log
         """
         buffer = self.replay_buffer
         indices, masses = buffer.draw(batch_size)
@@ -164,7 +166,7 @@ class CompiledOffPolicyAlgorithm(PrioritizedOffPolicyAlgorithm):
             self.max_grad_norm,
             self.loss,
         )
-        # Something is wrong with the batch: the methods say what
+        # There is a fault in the batch: the methods raise the error
         return replayed or self._replay(update, buffer.batch_of(indices))
 
     def _compiled_priorities(
@@ -173,7 +175,7 @@ class CompiledOffPolicyAlgorithm(PrioritizedOffPolicyAlgorithm):
         if self.priority == "td_error":
             return td_errors
         if self.priority == "clipped":
-            # There is one critic. NaN stays, and is refused by the buffer.
+            # There is one critic. NaN is kept, and refused by the buffer.
             return td_errors.abs().clamp(min=1.0)
         return priorities_of(self.priority, self.priority_context(batch))
 
@@ -209,8 +211,8 @@ class CompiledOffPolicyAlgorithm(PrioritizedOffPolicyAlgorithm):
 
     def _compiled_actions(self, observation: Any) -> npt.NDArray[Any] | None:
         """
-        :param observation: what ``predict`` was given
-        :return: greedy actions; None where the plain way must take over
+        :param observation: argument of ``predict``
+        :return: greedy actions; None if torch must be used
         """
         space: spaces.Space[Any] = self.observation_space
         if not self.compiled or not isinstance(observation, np.ndarray) or space.shape is None:
@@ -222,5 +224,5 @@ class CompiledOffPolicyAlgorithm(PrioritizedOffPolicyAlgorithm):
         if update is None:
             return None
         actions = update.greedy_actions(observation[None] if is_single else observation)
-        # An array without dimensions, as from torch
+        # An array without dimensions, as with torch
         return actions.squeeze(axis=0) if is_single else actions

@@ -1,10 +1,10 @@
 """
-The compiled update: for which networks there is one, and what it needs to know of them.
+The compiled update: supported networks, and access to their memory.
 
-Small networks spend most of a gradient step in starting one tiny operation after the other. Where
-network and optimizer are known exactly, the step is compiled code that works on the memory of the
-parameters and of the optimizer (:mod:`~sb3_per.common.mlp_kernels`). Everybody else sees the same
-network change; ``.grad`` alone stays as it was.
+Small networks spend most of a gradient step on the overhead of many small operations. For supported
+networks and optimizers, the step is compiled code that works on the memory of the parameters and of
+the optimizer (:mod:`~sb3_per.common.mlp_kernels`). The network changes as in a step of torch; only
+``.grad`` is not set.
 """
 
 import math
@@ -52,7 +52,7 @@ from sb3_per.trees.sum_kernels import FloatArray
 
 __all__ = ["DQN_ARCHITECTURE", "Architecture", "CompiledUpdate", "UpdateChoice"]
 
-#: What torch runs around every module and every optimizer of the process
+#: Global hooks of torch for every module and every optimizer of the process
 GLOBAL_HOOKS: tuple[dict[Any, Any], ...] = (
     nn_module._global_forward_pre_hooks,
     nn_module._global_forward_hooks,
@@ -64,20 +64,20 @@ GLOBAL_OPTIMIZER_HOOKS: tuple[dict[Any, Any], ...] = (
     _global_optimizer_post_hooks,
 )
 
-#: What a network's own way of switching its mode changes has no effect on the modules known here
+#: Attributes that a network may override: switching modes has no effect on the supported modules
 HARMLESS_ATTRIBUTES = {"training", "set_training_mode"}
 
-#: Options of Adam that must be off. Those missing here are known to the kernel, or choose between
-#: implementations of the same thing.
+#: Options of Adam that must be off. Options missing here are supported by the kernel, or choose
+#: between implementations of the same update.
 MUST_BE_OFF = ("amsgrad", "maximize", "capturable", "differentiable", "decoupled_weight_decay")
 
-#: What Adam keeps of each parameter, in the order of the kernel's addresses
+#: State of Adam for each parameter, in the order of the kernel's addresses
 STATE = ("exp_avg", "exp_avg_sq", "step")
 
-#: Batch sizes whose memory is kept
+#: Number of batch sizes whose memory is kept
 N_SIZES_KEPT = 4
 
-#: Ends a sequence, so that one that became longer or shorter differs from it
+#: End of a sequence, so that one that became longer or shorter differs from it
 _END = (object(),)
 _gradient_state = attrgetter("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
 _values: Callable[[dict[Any, Any]], Iterable[Any]] = dict.values
@@ -89,9 +89,9 @@ _numel: Callable[[th.Tensor], int] = th.Tensor.numel
 @dataclass(frozen=True)
 class Architecture:
     """
-    What a policy is made of.
+    Architecture of a policy.
 
-    :param policy: its class
+    :param policy: class of the policy
     :param network: class of the online and of the target network
     :param body: name of the layers in a network, and of the online network in the policy; that of
         the target network has ``_target`` added
@@ -109,11 +109,11 @@ DQN_ARCHITECTURE = Architecture(DQNPolicy, QNetwork, "q_net")
 
 class Replayed(NamedTuple):
     """
-    What is left of a gradient step to be logged.
+    Values of a gradient step for the log.
 
-    :param loss: the weighted one, before the step
+    :param loss: weighted loss, before the step
     :param errors: TD errors, shape ``(batch, 1)``
-    :param weights: of the batch, same shape
+    :param weights: weights of the batch, same shape
     """
 
     loss: float
@@ -127,12 +127,12 @@ class UnsuitableError(Exception):
 
 class _Network:
     """
-    A network that the kernels can work on.
+    A network that the kernels support.
 
     :param network: online or target network
-    :param architecture: what it should be
-    :param name: of the network, for reasons
-    :raises UnsuitableError: if it is anything else
+    :param architecture: required architecture
+    :param name: name of the network, for messages
+    :raises UnsuitableError: if it has another architecture
     """
 
     def __init__(self, network: nn.Module, architecture: Architecture, name: str) -> None:
@@ -156,7 +156,7 @@ class _Network:
         _only(flatten, nn.Flatten, f"the features extractor of {name}")
         if (flatten.start_dim, flatten.end_dim) != (1, -1):
             raise UnsuitableError(f"the features extractor of {name} flattens in its own way")
-        #: All modules that take part
+        #: All modules of the network
         self.modules: tuple[nn.Module, ...] = (network, extractor, flatten, body, *layers)
         self.parameters: tuple[nn.Parameter, ...] = ()
         for layer in linear:
@@ -171,7 +171,7 @@ class _Network:
             raise UnsuitableError(f"the layers of {name} don't fit together")
         self.sizes = [widths[0][0], *(n_out for _, n_out in widths)]
         self.is_tanh = kind is nn.Tanh
-        #: Dictionaries whose content must stay
+        #: Dictionaries whose content must not change
         self.held = (
             network._modules,
             extractor._modules,
@@ -191,11 +191,11 @@ def _is_autocast_enabled() -> bool:
 
 def _only(module: Any, kind: type[Any], name: str) -> Any:
     """
-    :param module: what should be of this class, no other, and without anything of its own
-    :param kind: the class
-    :param name: of the module, for reasons
+    :param module: module to check
+    :param kind: required class, not a derived one, without hooks or replaced methods
+    :param name: name of the module, for messages
     :return: the module
-    :raises UnsuitableError: if it isn't so
+    :raises UnsuitableError: if it is of another class or was changed
     """
     if type(module) is not kind:
         raise UnsuitableError(f"{name} is a {type(module).__name__}, not a {kind.__name__}")
@@ -244,10 +244,10 @@ def _check_optimizer(
     optimizer: Any, parameters: Sequence[nn.Parameter]
 ) -> tuple[dict[Any, Any], ...]:
     """
-    :param optimizer: of the policy
-    :param parameters: of the online network
+    :param optimizer: optimizer of the policy
+    :param parameters: parameters of the online network
     :return: dictionaries of its hooks
-    :raises UnsuitableError: if it isn't torch's Adam, for these parameters, as the kernel knows it
+    :raises UnsuitableError: if it isn't torch's Adam for these parameters, with supported options
     """
     if type(optimizer) is not th.optim.Adam:
         raise UnsuitableError(f"the optimizer is {type(optimizer).__name__}, not Adam")
@@ -275,8 +275,8 @@ def _check_optimizer(
 
 def _state_of(optimizer: th.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Any] | None:
     """
-    :return: what Adam keeps of a parameter; None if nothing yet
-    :raises UnsuitableError: if it isn't what the kernel knows
+    :return: state of Adam for a parameter; None if there is none yet
+    :raises UnsuitableError: if the kernel does not support it
     """
     state: dict[str, Any] | None = optimizer.state.get(parameter)
     if not state:
@@ -296,17 +296,17 @@ def _are_same(these: Sequence[Any], those: Sequence[Any]) -> bool:
 
 class _Fingerprint:
     """
-    Whether modules and tensors are still what they were, at next to no cost.
+    Fast check whether modules and tensors are unchanged.
 
-    It compares by identity whatever can be put in another's place, so that it takes some
-    microseconds. Memory of tensors that were replaced is kept: nothing else gets its address.
+    It compares everything that can be replaced by identity, so that it takes some microseconds.
+    Memory of replaced tensors is kept, so that nothing else gets its address.
 
-    :param modules: whose classes, hooks and numbers of attributes must stay
-    :param held: dictionaries whose values must stay
+    :param modules: modules whose classes, hooks and numbers of attributes must not change
+    :param held: dictionaries whose values must not change
     :param hooks: dictionaries that must stay empty, besides those of the modules
-    :param parameters: whose memory and shape must stay
-    :param online: those of them that are learned
-    :param states: tensors whose memory must stay
+    :param parameters: parameters whose memory and shape must not change
+    :param online: parameters that are learned
+    :param states: tensors whose memory must not change
     """
 
     def __init__(
@@ -336,7 +336,7 @@ class _Fingerprint:
         self._gradient_states = tuple(map(_gradient_state, online))
 
     def holds(self) -> bool:
-        """:return: whether all is as it was"""
+        """:return: whether nothing has changed"""
         return (
             not any(self._hooks)
             and all(map(is_, map(type, self._modules), self._classes))
@@ -353,11 +353,12 @@ class _Fingerprint:
 
 class _Inputs:
     """
-    Observations as the first layer takes them: what SB3's ``preprocess_obs`` and a
-    ``FlattenExtractor`` make of them.
+    Inputs of the first layer: observations after SB3's ``preprocess_obs`` and a
+    ``FlattenExtractor``.
 
-    :param network: whose observations these are
-    :raises UnsuitableError: if SB3 treats them in a way that isn't known here
+    :param network: network that gets the observations
+    :param n_inputs: number of inputs of its first layer
+    :raises UnsuitableError: if the preprocessing of SB3 for them is not supported
     """
 
     def __init__(self, network: BasePolicy, n_inputs: int) -> None:
@@ -383,8 +384,8 @@ class _Inputs:
 
     def are_stored_in(self, observations: npt.NDArray[Any]) -> bool:
         """
-        :param observations: of a replay buffer, shape ``(rows, n_envs, *observation)``
-        :return: whether each is stored as the first layer takes it
+        :param observations: array of a replay buffer, shape ``(rows, n_envs, *observation)``
+        :return: whether they are stored in the form of the first layer's inputs
         """
         return (
             self._one_hot_sizes is None
@@ -395,7 +396,7 @@ class _Inputs:
     def of(self, observations: th.Tensor, n: int) -> Float32Array:
         """
         :param observations: shape ``(n, *observation)``, on the CPU
-        :param n: how many there must be
+        :param n: required number
         :return: shape ``(n, n_inputs)``
         """
         if self._one_hot_sizes is None:
@@ -405,16 +406,16 @@ class _Inputs:
         values = observations.long().numpy().reshape(n, len(self._one_hot_sizes))
         inputs = np.empty((n, self._n_inputs), np.float32)
         if not one_hot(np.ascontiguousarray(values), self._one_hot_sizes, inputs):
-            # Raises, and says what is wrong
+            # Raises an error that names the fault
             preprocess_obs(observations, self._space)
         return inputs
 
     def of_array(self, observations: npt.NDArray[Any], n: int) -> Float32Array:
         """
-        :meth:`of` an array, in memory of its own: that given may be read-only.
+        :meth:`of` an array, in new memory: the given array may be read-only.
 
         :param observations: shape ``(n, *observation)``
-        :param n: how many there must be
+        :param n: required number
         :return: shape ``(n, n_inputs)``
         """
         if self._one_hot_sizes is None and observations.dtype == np.float32:
@@ -429,12 +430,12 @@ class CompiledUpdate:
     A step is two calls: :meth:`td_errors` changes nothing; :meth:`descend` changes the network. In
     between, the replay buffer gets the errors, and refuses those that are not finite.
 
-    It is made by :meth:`of` and can be used as long as :meth:`holds` says so. It belongs to the
-    memory of this process: it can't be copied or pickled, :class:`UpdateChoice` can.
+    It is created by :meth:`of` and can be used as long as :meth:`holds` is true. It belongs to the
+    memory of this process: it can't be copied or pickled, but :class:`UpdateChoice` can.
 
-    :param policy: of the model
-    :param architecture: what it should be
-    :raises UnsuitableError: if it is anything else
+    :param policy: policy of the model
+    :param architecture: required architecture
+    :raises UnsuitableError: if the policy has another one
     """
 
     def __init__(self, policy: BasePolicy, architecture: Architecture) -> None:
@@ -458,7 +459,7 @@ class CompiledUpdate:
             raise UnsuitableError("hooks are set for all modules")
         self._online, self._target = online, target
         self._sizes = np.array(online.sizes, np.int64)
-        # Of one row, in all layers
+        # Number of outputs of all layers for one row
         self._n_results = sum(online.sizes[1:])
         self._is_tanh = online.is_tanh
         self._n_quantiles: int = self.network.n_quantiles if architecture.has_quantiles else 0
@@ -492,9 +493,9 @@ class CompiledUpdate:
     @classmethod
     def of(cls, policy: BasePolicy, architecture: Architecture) -> "CompiledUpdate | str":
         """
-        :param policy: of a model
-        :param architecture: what it should be
-        :return: its compiled update; or why there is none
+        :param policy: policy of a model
+        :param architecture: required architecture
+        :return: its compiled update; or the reason why there is none
         """
         try:
             return cls(policy, architecture)
@@ -515,7 +516,7 @@ class CompiledUpdate:
         self._addresses: AddressArray = np.zeros((5, len(parameters)), np.uint64)
         self._addresses[ONLINE] = [*map(_address, parameters)]
         self._addresses[TARGET] = [*map(_address, self._target.parameters)]
-        # What the optimizer doesn't have yet is made with the first step, as torch does
+        # Missing state of the optimizer is created at the first step, as in torch
         self._has_state = len(states) == len(parameters)
         if self._has_state:
             self._addresses[EXP_AVG:] = np.reshape([*map(_address, tensors)], (3, -1))
@@ -538,8 +539,8 @@ class CompiledUpdate:
 
     def holds(self, policy: BasePolicy) -> bool:
         """
-        :param policy: of the model, as it is now
-        :return: whether :meth:`td_errors` and :meth:`descend` still do what torch would
+        :param policy: current policy of the model
+        :return: whether :meth:`td_errors` and :meth:`descend` still have the results of torch
         """
         group = self._group
         groups = self._optimizer.param_groups
@@ -557,8 +558,8 @@ class CompiledUpdate:
 
     def holds_for_acting(self, policy: BasePolicy) -> bool:
         """
-        :param policy: of the model, as it is now
-        :return: whether :meth:`greedy_actions` still gives what torch would
+        :param policy: current policy of the model
+        :return: whether :meth:`greedy_actions` still has the results of torch
         """
         return policy is self._policy and self._acting.holds() and self._has_known_settings()
 
@@ -569,7 +570,7 @@ class CompiledUpdate:
 
     def _memory_of(self, n: int) -> tuple[Float32Array, Float32Array, Float32Array]:
         """
-        :param n: size of a batch
+        :param n: batch size
         :return: memory for results of layers, twice, and for distributions
         """
         memory = self._memory.get(n)
@@ -595,10 +596,10 @@ class CompiledUpdate:
         self, batch: PrioritizedReplayBufferSamples, gamma: float, double_q: bool
     ) -> th.Tensor:
         """
-        The errors of a batch, under the networks as they are. Nothing changes.
+        TD errors of a batch under the current networks. Nothing changes.
 
-        :param batch: from the replay buffer
-        :param gamma: discount factor, where the batch has no ``discounts``
+        :param batch: batch from the replay buffer
+        :param gamma: discount factor, if the batch has no ``discounts``
         :param double_q: whether the online network chooses the next action
         :return: targets minus Q-values; or, for quantiles, the mean distance of sorted targets and
             estimates; shape ``(batch, 1)``, not necessarily finite
@@ -637,13 +638,13 @@ class CompiledUpdate:
         self, weights: th.Tensor, max_grad_norm: float | None = None, loss: Loss = "huber"
     ) -> float:
         """
-        A step of the optimizer on the weighted loss of the batch whose errors were asked for last.
+        Step of the optimizer on the weighted loss of the last batch of :meth:`td_errors`.
 
         :param weights: shape ``(batch, 1)``
-        :param max_grad_norm: gradients are cut to this norm; None for no limit
-        :param loss: of the TD errors; quantiles have no other than Huber's
-        :return: the weighted loss, before the step
-        :raises RuntimeError: if no errors were asked for
+        :param max_grad_norm: largest norm of the gradient; None for no limit
+        :param loss: loss of the TD errors; quantiles have only the Huber loss
+        :return: weighted loss, before the step
+        :raises RuntimeError: if there was no such batch
         """
         if self._batch is None:
             raise RuntimeError("no batch: ask for its `td_errors` first")
@@ -662,8 +663,24 @@ class CompiledUpdate:
             *self._step_arguments(n, max_grad_norm, loss),
         )
 
-    def _step_arguments(self, n: int, max_grad_norm: float | None, loss: Loss) -> tuple[Any, ...]:
+    def _step_arguments(
+        self, n: int, max_grad_norm: float | None, loss: Loss
+    ) -> tuple[
+        bool,
+        int,
+        Float32Array,
+        Float32Array,
+        Float32Array,
+        Float32Array,
+        float,
+        float,
+        float,
+        float,
+        float,
+        float,
+    ]:
         group = self._group
+        beta_1, beta_2 = group["betas"]
         return (
             loss == "huber",
             self._n_quantiles,
@@ -671,7 +688,8 @@ class CompiledUpdate:
             self._gradients,
             np.inf if max_grad_norm is None else float(max_grad_norm),
             float(group["lr"]),
-            *group["betas"],
+            beta_1,
+            beta_2,
             float(group["eps"]),
             float(group["weight_decay"]),
         )
@@ -679,7 +697,7 @@ class CompiledUpdate:
     def takes_from(self, buffer: PrioritizedReplayBuffer) -> bool:
         """
         :param buffer: replay buffer of the model
-        :return: whether :meth:`replay` can work on what it stores
+        :return: whether :meth:`replay` can work on its arrays
         """
         return (
             self._has_state
@@ -700,30 +718,37 @@ class CompiledUpdate:
         loss: Loss,
     ) -> "Replayed | None":
         """
-        What follows a draw, in one call of compiled code: gather the batch, :meth:`td_errors`,
+        All steps after a draw in one call of compiled code: gather the batch, :meth:`td_errors`,
         check the priorities, :meth:`descend`, and write the priorities to the buffer. The results
-        are those of the buffer's methods and of these two, to the last bit.
+        are those of the buffer's methods and of these two, bit for bit.
 
-        :param buffer: what :meth:`takes_from` is true for; its methods don't take part
-        :param indices: that the buffer drew, shape ``(batch,)``
-        :param masses: of these, shape ``(batch,)``
-        :param is_clipped: whether priorities are made of ``max(|error|, 1)``; else of ``|error|``
-        :param gamma: discount factor, where the buffer has no n-step returns
+        :param buffer: buffer for which :meth:`takes_from` is true; its methods are not called
+        :param indices: drawn transitions, shape ``(batch,)``
+        :param masses: their masses, shape ``(batch,)``
+        :param is_clipped: whether priorities come from ``max(|error|, 1)``; otherwise from
+            ``|error|``
+        :param gamma: discount factor, if the buffer has no n-step returns
         :param double_q: whether the online network chooses the next action
-        :param max_grad_norm: gradients are cut to this norm; None for no limit
-        :param loss: of the TD errors; quantiles have no other than Huber's
-        :return: what there is to log; None if an action or a priority is not allowed, and nothing
-            has changed
+        :param max_grad_norm: largest norm of the gradient; None for no limit
+        :param loss: loss of the TD errors; quantiles have only the Huber loss
+        :return: values to log; None if an action or a priority is not allowed, and nothing has
+            changed
         """
         n = len(indices)
         errors, weights = np.empty((n, 1), np.float32), np.empty((n, 1), np.float32)
         priorities = np.empty(n, np.float64)
+        smallest_mass, beta = buffer.weight_arguments
+        n_transitions, eps, exponent, limit = buffer.priority_arguments
         is_well, loss_before = replay(
-            *buffer.gather_arguments(indices),
+            buffer.batch_source(indices),
             indices,
             masses,
-            *buffer.weight_arguments,
-            *buffer.priority_arguments,
+            smallest_mass,
+            beta,
+            n_transitions,
+            eps,
+            exponent,
+            limit,
             is_clipped,
             float(gamma),
             double_q,
@@ -758,7 +783,7 @@ class CompiledUpdate:
     def greedy_actions(self, observations: npt.NDArray[Any]) -> IntArray:
         """
         :param observations: shape ``(n, *observation)``
-        :return: the best action for each, the first of those that are equally good, shape ``(n,)``
+        :return: greedy action for each, the first one of equal values, shape ``(n,)``
         """
         n = len(observations)
         inputs = self._inputs.of_array(observations, n)
@@ -778,9 +803,9 @@ class CompiledUpdate:
 def _column(tensor: th.Tensor, n: int, dtype: th.dtype = th.float32) -> npt.NDArray[Any]:
     """
     :param tensor: one number for each transition, on the CPU
-    :param n: how many there must be
-    :param dtype: what to make of it
-    :return: shape ``(n, 1)``
+    :param n: required number
+    :param dtype: type of the result
+    :return: array of shape ``(n, 1)``
     """
     if tensor.dtype is not dtype:
         tensor = tensor.to(dtype)
@@ -789,27 +814,27 @@ def _column(tensor: th.Tensor, n: int, dtype: th.dtype = th.float32) -> npt.NDAr
 
 class UpdateChoice:
     """
-    The compiled update of a model, looked for again whenever it could have changed.
+    Compiled update of a model, created again whenever the model could have changed.
 
-    :param architecture: what the policy should be
+    :param architecture: required architecture of the policy
     """
 
     def __init__(self, architecture: Architecture) -> None:
         self._architecture = architecture
         self._update: CompiledUpdate | None = None
-        # Why none could be made the last time
+        # Reason why none could be created the last time
         self._refusal: str | None = None
-        #: Why there was none the last time it was asked for
+        #: Reason why there was none in the last call
         self.reason: str | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # It belongs to the memory of the model that it was made for
+        # The update belongs to the memory of its model
         return {**self.__dict__, "_update": None}
 
     def for_training(self, policy: BasePolicy) -> CompiledUpdate | None:
         """
-        :param policy: of the model
-        :return: what can train it as it is now; None if only torch can
+        :param policy: policy of the model
+        :return: compiled update for its current state; None if only torch can train it
         """
         if not th.is_grad_enabled():
             self.reason = "gradients are switched off"
@@ -818,10 +843,10 @@ class UpdateChoice:
 
     def for_acting(self, policy: BasePolicy) -> CompiledUpdate | None:
         """
-        :param policy: of the model
-        :return: what can choose its actions as it is now; None if only torch can, or if there was
-            none when it was last looked for: until training looks again, torch acts, which costs
-            less than a look at each step
+        :param policy: policy of the model
+        :return: compiled update for its current state; None if only torch can choose its actions,
+            or if there was none at the last check: torch is then used until the next training,
+            which costs less than a check at each step
         """
         if self._refusal is not None:
             return None

@@ -1,9 +1,8 @@
 """
 A gradient step of a small network, compiled by numba.
 
-A network is a stack of linear layers with an activation between them. It stays where it is: the
-kernels get addresses of the memory that holds it, so that one compiled form serves any depth and
-any width:
+A network is a stack of linear layers with an activation between them. It is not copied: the kernels
+get the addresses of its memory, so that one compiled function serves any depth and any width:
 
 * ``sizes``: number of inputs of the first layer, then of outputs of each layer, shape
   ``(n_layers + 1,)``;
@@ -11,15 +10,14 @@ any width:
   ``STEPS``, a column for each parameter (weight and bias of the first layer, of the second, ...),
   shape ``(5, 2 * n_layers)``. Parameters are float32 and contiguous, weights have the shape
   ``(outputs, inputs)``; ``STEPS`` are single numbers;
-* ``results``: what the layers make of a batch, one layer after the other, each of shape
+* ``results``: outputs of the layers for a batch, one layer after the other, each of shape
   ``(n, outputs)``, in one float32 array of ``n * sum(sizes[1:])`` numbers. Two such arrays are
-  needed: what the online network made of the observations is kept in ``results`` for the step;
-  everything else is in ``scratch``.
+  needed: the outputs of the online network for the observations are kept in ``results`` for the
+  step; everything else is in ``scratch``.
 
-Whoever calls keeps the memory alive and gives arrays of the shapes that are said: little is checked
-here. Sums are taken in an order of LLVM's choice, the same in every run on one machine. Numbers
-that are the same in each call to an inner kernel would make numba compile one for each: those that
-must not are data.
+The caller keeps the memory alive and passes arrays of the stated shapes: little is checked here.
+LLVM chooses the order of sums, which is the same in every run on one machine. numba would compile
+an inner kernel for each constant argument: values for which it must not are passed as data.
 """
 
 import ctypes
@@ -33,6 +31,7 @@ from numba.extending import intrinsic, overload
 from numba.np.numpy_support import carray
 
 from sb3_per.buffers.kernels import gather_into, priorities_into, weights_into
+from sb3_per.buffers.replay import BatchSource
 from sb3_per.trees.sum_kernels import FloatArray, compile_kernel
 
 Float32Array = npt.NDArray[np.float32]
@@ -42,10 +41,10 @@ AddressArray = npt.NDArray[np.uint64]
 #: Rows of ``addresses``
 ONLINE, TARGET, EXP_AVG, EXP_AVG_SQ, STEPS = range(5)
 
-#: What :func:`td_errors` returns when nothing is wrong
+#: Result of :func:`td_errors` without a fault
 ALL_WELL = -1
 
-#: A quarter of where tanh is 1 in float32
+#: A quarter of the value from which on tanh is 1 in float32
 _TANH_LIMIT = np.float64(2.375)
 
 _ZERO = np.float32(0.0)
@@ -54,15 +53,15 @@ _ONE = np.float32(1.0)
 
 #: A product and a sum may be rounded once instead of twice
 _compile_fused = partial(compile_kernel, fastmath=frozenset({"contract"}))
-#: And a sum may be taken in any order
+#: A sum may also be taken in any order
 _compile_sums = partial(compile_kernel, fastmath=frozenset({"contract", "reassoc"}))
 
 
 def _pointer(address: int) -> ctypes.c_void_p:
     """
-    What ``numba.carray`` takes.
+    Pointer for ``numba.carray``.
 
-    :param address: of some memory
+    :param address: address of the memory
     """
     return ctypes.c_void_p(int(address))
 
@@ -77,15 +76,15 @@ def _to_pointer(_: Any, __: Any) -> Any:
 
 @overload(_pointer)
 def _compiled_pointer(address):  # type: ignore[no-untyped-def] # numba compares it with the lambda
-    # numba gives the first argument itself
+    # numba passes the first argument itself
     return lambda address: _to_pointer(address)  # type: ignore[call-arg]
 
 
 @compile_kernel
 def _parameter(addresses: AddressArray, parameter: int, size: int) -> Float32Array:
     """
-    :param addresses: a row of them
-    :return: the memory itself, shape ``(size,)``
+    :param addresses: a row of the addresses
+    :return: memory of the parameter, shape ``(size,)``
     """
     flat: Float32Array = carray(_pointer(addresses[parameter]), (size,), np.float32)
     return flat
@@ -148,7 +147,7 @@ def _multiply_transposed(
             out[i + 3, j], out[i + 3, j + 1] = s30 + c0, s31 + c1
             out[i + 3, j + 2], out[i + 3, j + 3] = s32 + c2, s33 + c3
     for i in range(n):
-        # What no tile covers
+        # Outside of the tiles
         for j in range(out_full if i < n_full else 0, n_out):
             total = _ZERO
             for k in range(n_in):
@@ -166,12 +165,13 @@ def _combine_rows(
     out: Float32Array,
 ) -> None:
     """
-    ``factors @ rows``, where four rows at a time go into four rows of the result.
+    ``factors @ rows``, in tiles of four rows and four rows of the result.
 
     :param factors: a matrix of shape ``(n, m)``, or its transpose, as a flat array
-    :param n: how many rows come out
-    :param stride: from a factor to that of the next row of the result, in bytes
-    :param stride_of_factor: from a factor to the next of the same row of the result, in bytes
+    :param n: number of rows of the result
+    :param stride: distance from a factor to that of the next row of the result, in bytes
+    :param stride_of_factor: distance from a factor to the next of the same row of the result, in
+        bytes
     :param rows: shape ``(m, width)``
     :param out: shape ``(n, width)``, written to
     """
@@ -204,7 +204,7 @@ def _combine_rows(
                 out[i + 2, k] += a20 * b0 + a21 * b1 + a22 * b2 + a23 * b3
                 out[i + 3, k] += a30 * b0 + a31 * b1 + a32 * b2 + a33 * b3
     for i in range(n):
-        # What no tile covers
+        # Outside of the tiles
         for j in range(m_full if i < n_full else 0, m):
             factor = factors[i * stride + j * stride_of_factor]
             for k in range(width):
@@ -228,14 +228,14 @@ def _squash(values: Float32Array) -> None:
     """
     Tanh in place; NaN stays.
 
-    Lambert's continued fraction for a quarter of the value, cut where float64 is exact enough for
-    a float32; then ``tanh(2x) = 2 tanh(x) / (1 + tanh(x) ** 2)`` twice, all with one division.
+    Lambert's continued fraction for a quarter of the value, truncated to the accuracy of float32;
+    then ``tanh(2x) = 2 tanh(x) / (1 + tanh(x) ** 2)`` twice, all with one division.
 
     :param values: shape ``(n,)``
     """
     for i in range(values.shape[0]):
         x = 0.25 * np.float64(values[i])
-        # Beyond, float32 has nothing between tanh and 1
+        # Beyond, tanh rounds to 1 in float32
         x = -_TANH_LIMIT if x < -_TANH_LIMIT else x
         x = _TANH_LIMIT if x > _TANH_LIMIT else x
         s = x * x
@@ -256,11 +256,11 @@ def _activate(values: Float32Array, is_tanh: bool) -> None:
 @_compile_fused
 def _pass_activation(deltas: Float32Array, results: Float32Array, is_tanh: bool) -> None:
     """
-    Go back through an activation, in place.
+    Backward pass of an activation, in place.
 
-    :param deltas: derivative of the loss by the results, shape ``(n,)``; becomes that by what the
-        activation was applied to
-    :param results: of the activation, shape ``(n,)``
+    :param deltas: derivative of the loss by the results, shape ``(n,)``; replaced by the derivative
+        by the inputs of the activation
+    :param results: results of the activation, shape ``(n,)``
     """
     if is_tanh:
         for i in range(deltas.shape[0]):
@@ -281,11 +281,11 @@ def _forward(
     results: Float32Array,
 ) -> Float32Array:
     """
-    :param addresses: the row of a network
-    :param is_tanh: whether the activation is Tanh; else it is ReLU
+    :param addresses: row of the network
+    :param is_tanh: whether the activation is Tanh; otherwise it is ReLU
     :param inputs: shape ``(n, sizes[0])``
-    :param results: of the layers, written to
-    :return: those of the last one, shape ``(n, sizes[-1])``
+    :param results: results of the layers, written to
+    :return: results of the last layer, shape ``(n, sizes[-1])``
     """
     n = inputs.shape[0]
     n_layers = sizes.shape[0] - 1
@@ -314,10 +314,10 @@ def backward(
     gradients: Float32Array,
 ) -> None:
     """
-    :param addresses: the row of a network
-    :param inputs: that :func:`_forward` was given
-    :param results: that it wrote
-    :param deltas: derivatives of the loss by the results, in the same places: those of the last
+    :param addresses: row of the network
+    :param inputs: inputs of :func:`_forward`
+    :param results: results of :func:`_forward`
+    :param deltas: derivatives of the loss by the results, in the same layout: those of the last
         layer are given, the others are written to
     :param gradients: derivatives by the parameters, one parameter after the other, written to
     """
@@ -361,7 +361,7 @@ def clip_factor(gradients: Float32Array, max_norm: float) -> float:
     """
     :param gradients: shape ``(n,)``
     :param max_norm: largest norm allowed
-    :return: what to multiply them by, at most 1, as ``torch.nn.utils.clip_grad_norm_`` has it
+    :return: factor for the gradients, at most 1, as in ``torch.nn.utils.clip_grad_norm_``
     """
     factor = max_norm / (np.sqrt(_squares(gradients)) + 1e-6)
     # NaN stays
@@ -383,10 +383,10 @@ def _adam_update(
     weight_decay: float,
 ) -> None:
     """
-    :param values: of a parameter, shape ``(n,)``; changed, as are the two averages
+    :param values: values of a parameter, shape ``(n,)``; changed, as are the two averages
     :param gradients: shape ``(n,)``
-    :param factor: what the gradients are multiplied by
-    :param correction: of the root of ``exp_avg_sq``
+    :param factor: factor for the gradients
+    :param correction: bias correction of the root of ``exp_avg_sq``
     """
     f, s, c, e, d = (
         np.float32(factor),
@@ -421,10 +421,10 @@ def adam(
     """
     A step of ``torch.optim.Adam`` for the online network (Kingma and Ba 2015, algorithm 1).
 
-    :param addresses: all of them
-    :param gradients: of all parameters, one after the other
-    :param factor: what the gradients are multiplied by
-    :param weight_decay: added to the gradients, times the parameters
+    :param addresses: all addresses
+    :param gradients: gradients of all parameters, one after the other
+    :param factor: factor for the gradients
+    :param weight_decay: factor of the parameters that are added to the gradients
     """
     start = 0
     known = -_ONE
@@ -457,7 +457,7 @@ def adam(
 @compile_kernel
 def _choose(outputs: Float32Array, n_actions: int, actions: IntArray) -> None:
     """
-    The best action of each row: the first of those that are equally good, as torch's ``argmax``.
+    Greedy action of each row: the first one of equal values, as in torch's ``argmax``.
 
     :param outputs: values, shape ``(n, n_actions)``; or quantile by quantile, shape
         ``(n, n_quantiles * n_actions)``, whose mean is the value
@@ -488,7 +488,7 @@ def greedy_actions(
     actions: IntArray,
 ) -> None:
     """
-    :param addresses: all of them
+    :param addresses: all addresses
     :param inputs: shape ``(n, sizes[0])``
     :param results: written to
     :param actions: shape ``(n,)``, written to
@@ -500,7 +500,7 @@ def greedy_actions(
 def one_hot(values: IntArray, sizes: IntArray, out: Float32Array) -> bool:
     """
     :param values: shape ``(n, len(sizes))``
-    :param sizes: how many values there are in each column
+    :param sizes: number of values of each column
     :param out: shape ``(n, sum(sizes))``, written to
     :return: whether each value is in its range
     """
@@ -527,7 +527,7 @@ def _first_fault(actions: IntArray, n_actions: int) -> int:
 
 @compile_kernel
 def _target(reward: float, done: float, discount: float, value: float) -> float:
-    """What comes after a terminal state counts nothing, whatever the network says of it."""
+    """The value after a terminal state does not count, even if it is NaN."""
     return reward if done > _ZERO else reward + discount * value
 
 
@@ -565,9 +565,9 @@ def _sort_columns(values: Float32Array) -> None:
 @compile_kernel
 def distances(columns: Float32Array, others: Float32Array, errors: Float32Array) -> None:
     """
-    :param columns: of quantiles, one column for each distribution, shape ``(n_quantiles, n)``; are
-        sorted
-    :param others: same shape; are sorted
+    :param columns: quantiles, one column for each distribution, shape ``(n_quantiles, n)``; sorted
+        in place
+    :param others: quantiles of the other distributions, same shape; sorted in place
     :param errors: mean distances of the sorted quantiles, shape ``(n, 1)``, written to
     """
     _sort_columns(columns)
@@ -603,7 +603,7 @@ def td_errors(
     Targets minus Q-values; or, for quantiles, the mean distance of sorted targets and estimates.
     Changes no network.
 
-    :param addresses: all of them
+    :param addresses: all addresses
     :param inputs: shape ``(n, sizes[0])``
     :param next_inputs: shape ``(n, sizes[0])``
     :param actions: shape ``(n, 1)``
@@ -611,12 +611,13 @@ def td_errors(
     :param dones: shape ``(n, 1)``
     :param discounts: shape ``(n, 1)``
     :param double_q: whether the online network chooses the next action
-    :param n_quantiles: for each action, ordered quantile by quantile; 0 where outputs are values
+    :param n_quantiles: number of quantiles of each action, in the order of quantiles; 0 if outputs
+        are values
     :param results: kept for :func:`step`
     :param scratch: written to
     :param quantiles: kept for :func:`step`, ``4 * n * n_quantiles`` numbers
     :param errors: shape ``(n, 1)``, written to
-    :return: ``ALL_WELL``, or the first row whose action doesn't exist: then there are no errors
+    :return: ``ALL_WELL``, or the first row whose action doesn't exist: then errors are not computed
     """
     n = inputs.shape[0]
     n_actions = sizes[-1] // max(n_quantiles, 1)
@@ -630,7 +631,7 @@ def td_errors(
     _choose(chooser, n_actions, best)
     if double_q:
         _forward(addresses[TARGET], sizes, is_tanh, next_inputs, scratch)
-    # In the same place as those of the chooser
+    # In the same memory as those of the network that chooses the action
     next_outputs = chooser
     outputs = _forward(addresses[ONLINE], sizes, is_tanh, inputs, results)
     if n_quantiles == 0:
@@ -665,7 +666,7 @@ def _quantile_loss(
     :param targets: shape ``(n,)``
     :return: the sum of its losses, and their derivative by the estimate
     """
-    # Above and below apart, so that the shares need not be looked up
+    # Separate sums for above and below, so that no share has to be looked up
     loss_above = loss_below = slope_above = slope_below = _ZERO
     for j in range(targets.shape[0]):
         difference = targets[j] - estimate
@@ -704,17 +705,17 @@ def step(
     weight_decay: float,
 ) -> float:
     """
-    Descend on the weighted loss, after :func:`td_errors` with the same arrays: on
+    Gradient step on the weighted loss, after :func:`td_errors` with the same arrays: on
     ``mean(weights * loss(errors))``; or, for quantiles, on the quantile Huber loss (Dabney et al.
     2018, equations 9 and 10).
 
-    :param addresses: all of them
+    :param addresses: all addresses
     :param weights: shape ``(n, 1)``
-    :param is_huber: whether the loss is Huber's, threshold 1; else it is the squared error.
-        Quantiles have no other than Huber's.
-    :param gradients: as many numbers as there are parameters, written to
-    :param max_norm: largest norm of the gradient; infinity for none
-    :return: the loss before the step
+    :param is_huber: whether the loss is the Huber loss, threshold 1; otherwise it is the squared
+        error. Quantiles have only the Huber loss.
+    :param gradients: one number for each parameter, written to
+    :param max_norm: largest norm of the gradient; infinity for no limit
+    :return: loss before the step
     """
     n = inputs.shape[0]
     width = sizes[-1]
@@ -762,16 +763,7 @@ def _take(rows: Float32Array, indices: IntArray) -> Float32Array:
 
 @compile_kernel
 def replay(
-    observations: Float32Array,
-    next_observations: Float32Array,
-    stored_actions: IntArray,
-    stored_rewards: Float32Array,
-    stored_dones: Float32Array,
-    timeouts: Float32Array,
-    last: IntArray,
-    following: IntArray,
-    returns: Float32Array,
-    discounts: Float32Array,
+    source: BatchSource,
     indices: IntArray,
     masses: FloatArray,
     smallest_mass: float,
@@ -803,32 +795,33 @@ def replay(
     weight_decay: float,
 ) -> tuple[bool, float]:
     """
-    What follows a draw: gather the batch, :func:`td_errors`, priorities, and :func:`step`.
+    All steps after a draw: gather the batch, :func:`td_errors`, priorities, and :func:`step`.
 
-    :param observations: this and the next nine are the ``gather_arguments`` of a buffer
-    :param indices: which transitions were drawn, shape ``(n,)``
-    :param masses: of these, shape ``(n,)``
+    :param source: the ``batch_source`` of a buffer: float32, actions int64
+    :param indices: drawn transitions, shape ``(n,)``
+    :param masses: their masses, shape ``(n,)``
     :param smallest_mass: this and the next one are the ``weight_arguments`` of a buffer
     :param n_transitions: this and the next three are the ``priority_arguments`` of a buffer
-    :param is_clipped: whether priorities are made of ``max(|error|, 1)``; else of ``|error|``
-    :param gamma: discount factor where there are no n-step returns
-    :param errors: of the batch, shape ``(n, 1)``, written to
-    :param weights: of the batch, same shape, written to
-    :param priorities: that the tree is to hold, shape ``(n,)``, written to
-    :return: whether all actions exist and all priorities are allowed, else there was no step; and
-        the loss before the step
+    :param is_clipped: whether priorities come from ``max(|error|, 1)``; otherwise from ``|error|``
+    :param gamma: discount factor without n-step returns
+    :param errors: TD errors of the batch, shape ``(n, 1)``, written to
+    :param weights: weights of the batch, same shape, written to
+    :param priorities: new priorities for the tree, shape ``(n,)``, written to
+    :return: whether all actions exist and all priorities are allowed, otherwise there was no step;
+        and the loss before the step
     """
     n = indices.shape[0]
-    inputs, next_inputs = _take(observations, indices), _take(next_observations, following)
+    inputs = _take(source.observations, indices)
+    next_inputs = _take(source.next_observations, source.following)
     actions = np.empty((n, 1), np.int64)
-    rewards, dones = np.empty((n, 1), np.float32), np.empty((n, 1), np.float32)
     for i in range(n):
-        actions[i, 0] = stored_actions[np.uint64(indices[i]), 0]
-    gather_into(last, stored_rewards, stored_dones, timeouts, rewards, dones)
-    if returns.shape[0] == 0:
+        actions[i, 0] = source.actions[np.uint64(indices[i]), 0]
+    rewards, dones = np.empty((n, 1), np.float32), np.empty((n, 1), np.float32)
+    gather_into(source.last, source.rewards, source.dones, source.timeouts, rewards, dones)
+    if source.returns.shape[0] == 0:
         discounts = np.full((n, 1), np.float32(gamma), np.float32)
     else:
-        rewards = returns
+        rewards, discounts = source.returns, source.discounts
     at = td_errors(
         addresses,
         sizes,

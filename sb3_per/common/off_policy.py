@@ -296,12 +296,9 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
         resets = reset_num_timesteps or self._last_obs is None
         if resets and isinstance(self.replay_buffer, PrioritizedReplayBuffer):
             self.replay_buffer.truncate_last_trajectory()
-        with warnings.catch_warnings():
-            # A warning about `optimize_memory_usage`: here the last transition stays complete
-            warnings.filterwarnings("ignore", "The last trajectory in the replay buffer will be")
-            return super()._setup_learn(
-                total_timesteps, callback, reset_num_timesteps, tb_log_name, progress_bar
-            )
+        return super()._setup_learn(
+            total_timesteps, callback, reset_num_timesteps, tb_log_name, progress_bar
+        )
 
     def set_env(self, env: GymEnv, force_reset: bool = True) -> None:
         """
@@ -512,18 +509,33 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
             super().save(file, exclude, include)
 
     @classmethod
-    def load(cls: type[SelfAlgorithm], path: Any, *args: Any, **kwargs: Any) -> SelfAlgorithm:
+    def load(
+        cls: type[SelfAlgorithm],
+        path: str | pathlib.Path | io.BufferedIOBase,
+        env: GymEnv | None = None,
+        device: th.device | str = "auto",
+        custom_objects: dict[str, Any] | None = None,
+        print_system_info: bool = False,
+        force_reset: bool = True,
+        **kwargs: Any,
+    ) -> SelfAlgorithm:
         """
         Load a model, as in SB3.
 
         :param path: path of the zip file, or the opened file
-        :param args: arguments of SB3's ``load``
-        :param kwargs: the same, and options of the algorithm that replace those of the file
+        :param env: environment to continue in; None for prediction alone
+        :param device: device on which the model runs
+        :param custom_objects: objects to use in place of those in the file, by name
+        :param print_system_info: whether to print the system info of the file and of this machine
+        :param force_reset: whether to reset the environment before training continues
+        :param kwargs: options of the algorithm that replace those of the file
         :return: a new model
-        :raises ValueError: if there is no model in the file, or not all of it
+        :raises ValueError: if there is no model in the file, or it is incomplete
         """
         check_model_file(path)
-        return super().load(path, *args, **kwargs)
+        return super().load(
+            path, env, device, custom_objects, print_system_info, force_reset, **kwargs
+        )
 
     def _adopt(self, loaded: ReplayBuffer) -> PrioritizedReplayBuffer:
         """
@@ -682,7 +694,7 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
             super().set_parameters(load_path_or_dict, exact_match, device)
         except BaseException:
             # SB3 finds what doesn't fit while it goes on
-            super().set_parameters(before)
+            super().set_parameters(cast(TensorDict, before))
             raise
         self._fuse_optimizers()
 

@@ -172,7 +172,7 @@ def check_model_file(path: str | pathlib.Path | io.BufferedIOBase) -> None:
     with _opened(path, 0, "zip") as file:
         position = file.tell()
         try:
-            with zipfile.ZipFile(file) as archive:  # type: ignore[arg-type]  # any buffered file
+            with zipfile.ZipFile(file) as archive:
                 broken = archive.testzip()
                 names = archive.namelist()
             fault = f"it is damaged, at {broken}" if broken else None

@@ -9,14 +9,21 @@ import pandas as pd
 import pytest
 import tyro
 
+from studies import actor_critics
 from studies.blind_cliffwalk import AGENTS, INDEPENDENT
 from studies.command import STUDIES, StudySettings, plan
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = {name: (DOCS / f"{name}.md").read_text("utf-8") for name in ("results", "blind_cliffwalk")}
+#: The others are planned, and not run yet
+MADE = [name for name in STUDIES if name not in actor_critics.STUDIES]
 
 
-@pytest.mark.parametrize("name", STUDIES)
+def test_all_kept_runs_are_those_of_a_study() -> None:
+    assert {path.name for path in (DOCS / "results").iterdir() if path.is_dir()} == set(MADE)
+
+
+@pytest.mark.parametrize("name", MADE)
 def test_the_tables_follow_from_the_runs(name: str, tmp_path: Path) -> None:
     kept = DOCS / "results" / name
     shutil.copy(kept / "runs.csv", tmp_path)
@@ -31,7 +38,7 @@ def test_the_tables_follow_from_the_runs(name: str, tmp_path: Path) -> None:
         assert page.splitlines() == lines
 
 
-@pytest.mark.parametrize("name", STUDIES)
+@pytest.mark.parametrize("name", MADE)
 def test_each_row_has_all_seeds_of_the_study(name: str) -> None:
     table = pd.read_csv(DOCS / "results" / name / "runs.csv")
     kept = list(table[["task", "agent", "seed"]].itertuples(index=False, name=None))
@@ -52,7 +59,7 @@ def rows_of(text: str, header: str) -> list[dict[str, str]]:
 @pytest.mark.parametrize(
     ("page", "heading", "header", "values"),
     [
-        ("blind_cliffwalk", "## What comes out", "| n |", "tabular"),
+        ("blind_cliffwalk", "## Results", "| n |", "tabular"),
         ("blind_cliffwalk", "With the constant feature", "| n |", "linear"),
         # Both kinds of values, in a column
         ("blind_cliffwalk", "## Why new", "| values | n |", ""),

@@ -51,7 +51,7 @@ ALLOWED = dict.fromkeys(RANKS, CORE) | {
     "sb3_per": CORE | {"sb3_contrib"},
     "sb3_per.__main__": CORE | {"sb3_contrib"} | EXPERIMENTS,
     "sb3_per.buffers.draws": ARRAYS,
-    "sb3_per.buffers.frame_rings": ARRAYS | {"zstandard"},
+    "sb3_per.buffers.frame_rings": {"numpy", "zstandard"},
     "sb3_per.buffers.importance": {"numpy"},
     "sb3_per.buffers.kernels": ARRAYS,
     "sb3_per.common.mlp_kernels": ARRAYS,

@@ -399,7 +399,8 @@ def test_a_function_that_would_take_the_model_into_the_file_is_refused(tmp_path:
     model = small(Derived)
 
     def enclosing(context: PriorityContext) -> th.Tensor:
-        return context.td_errors * model.gamma
+        errors: th.Tensor = context.td_errors * model.gamma
+        return errors
 
     script = "def from_a_script(context):\n    return context.td_errors * model.gamma\n"
     namespace: dict[str, Any] = {"__name__": "__main__", "model": model}
