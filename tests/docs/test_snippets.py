@@ -58,10 +58,28 @@ assert steps == 400
 """,
         "assert env.observation_space.shape == (12,)",
     ],
+    "atari": [
+        """
+buffer = model.replay_buffer
+assert type(buffer) is PrioritizedFrameReplayBuffer
+assert (buffer.buffer_size, buffer.compression) == (1_000_000, "zstd")
+model.learn(8)
+assert buffer.n_transitions == 8
+assert buffer.sample(4).observations.shape == (4, 4, 84, 84)
+""",
+    ],
     "buffers": [
         """
 buffer = model.replay_buffer
 assert (buffer.prioritization, buffer.alpha, buffer.beta) == ("rank", 0.7, 0.5)
+""",
+        # steps stored beforehand, then 100 of training with an update every 4
+        """
+buffer = model.replay_buffer
+assert buffer.n_transitions == 600
+assert model._n_updates == 25
+np.testing.assert_array_equal(buffer.observations[:500, 0], observations[:-1].astype(np.float32))
+np.testing.assert_array_equal(buffer.timeouts[:500, 0], dones)
 """,
         # such transitions are left as they are
         """
@@ -131,10 +149,30 @@ for agent in means.index:
     ],
     "how_per_works": ["assert (index, priority) == (2, 3.0)"],
     "own_algorithm": [
+        # the target of Munchausen DQN (Vieillard et al. 2020, equation 3), computed again
         """
-assert type(model.replay_buffer).__name__ == "PrioritizedReplayBuffer"
-assert (model.alpha, model.beta, model.beta_final) == (0.4, 0.4, 1.0)
-assert (model.replay_buffer.alpha, model.replay_buffer.n_steps) == (0.4, 3)
+import numpy as np
+
+assert model.replay_buffer.n_steps == 3
+assert model._n_updates == (500 - 100) / 4
+batch = model.replay_buffer.sample(64)
+context = model.priority_context(batch)
+with th.no_grad():
+    q, following = (
+        model.q_net_target(each).double().numpy()
+        for each in (batch.observations, batch.next_observations)
+    )
+log_policy, next_log_policy = (
+    each / 0.03 - np.log(np.exp((each - each.max(1, keepdims=True)) / 0.03).sum(1, keepdims=True))
+    - each.max(1, keepdims=True) / 0.03
+    for each in (q, following)
+)
+actions = batch.actions.numpy()
+bonus = 0.9 * np.maximum(0.03 * np.take_along_axis(log_policy, actions, axis=1), -1.0)
+soft = np.exp(next_log_policy) * (following - 0.03 * next_log_policy)
+value = soft.sum(axis=1, keepdims=True) * (1.0 - batch.dones.numpy())
+expected = batch.rewards.numpy() + bonus + batch.discounts.numpy() * value
+np.testing.assert_allclose(context.targets.numpy(), expected, rtol=1e-3, atol=1e-3)
 """,
     ],
     "per_dqn": [
@@ -147,8 +185,12 @@ assert over
     "per_qrdqn": [
         # the mean over all pairs of a quantile and a target
         """
-error = model._td_errors(th.tensor([[0.0, 1.0]]), th.tensor([[4.0, -1.0]]))
-assert error.tolist() == [[(4.0 + 1.0 + 3.0 + 2.0) / 4.0]]
+context = model.priority_context(model.replay_buffer.sample(4))
+expected = [
+    sum(abs(target - quantile) for target in targets for quantile in quantiles) / 100
+    for quantiles, targets in zip(context.estimates.tolist(), context.targets.tolist())
+]
+assert all_pairs(context).tolist() == pytest.approx(expected, rel=1e-4)
 assert len(set(model.replay_buffer.priorities)) > 10
 """,
         """
@@ -157,7 +199,27 @@ assert model.n_quantiles == 50
 assert over
 """,
     ],
+    **{
+        page: [f"assert (type(model), model.num_timesteps, over) == ({name}, 400, True)"]
+        for page, name in (("per_sac", "PERSAC"), ("per_td3", "PERTD3"), ("per_tqc", "PERTQC"))
+    },
+    "priorities": [
+        """
+for model in (td3, sac, tqc):
+    assert (model.priority, model.alpha, model.beta, model.beta_final) == ("clipped", 0.4, 0.0, 0.0)
+assert td3.loss == sac.loss == "huber"
+""",
+        # one number for each of the eight transitions
+        """
+expected = context.td_errors + 0.1 * context.batch.rewards.abs()
+assert printed.strip() == str(expected.squeeze(1))
+assert expected.shape == (8, 1)
+""",
+    ],
 }
+
+#: What the extra `tests` doesn't bring
+NEEDS = {"atari": ("ale_py", "cv2", "zstandard")}
 
 # One process a page: most of the time of each goes into its imports
 RUN = """
@@ -196,6 +258,8 @@ def test_every_snippet_has_its_promise() -> None:
     "page", [page for page in PAGES if page.stem in PROMISES], ids=lambda p: str(p.stem)
 )
 def test_snippets_do_what_the_page_says(page: Path, run_python: Callable[..., str]) -> None:
+    for package in NEEDS.get(page.stem, ()):
+        pytest.importorskip(package)
     # Each by itself: in a folder of its own, with no name of the others
     pairs = list(zip(snippets_of(page), PROMISES[page.stem], strict=True))
     run_python("-c", RUN, text=json.dumps(pairs))
