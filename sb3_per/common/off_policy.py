@@ -699,7 +699,8 @@ class PrioritizedOffPolicyAlgorithm(OffPolicyAlgorithm):
             # SB3 finds what doesn't fit while it goes on
             super().set_parameters(cast(TensorDict, before))
             raise
-        self._fuse_optimizers()
+        finally:
+            self._fuse_optimizers()
 
     def _excluded_save_params(self) -> list[str]:
         return [*super()._excluded_save_params(), "_fused"]

@@ -286,9 +286,9 @@ def test_rewards_beside_images_are_normalized(models: list[Any], images: str) ->
     }
     tables = train(run("per", images, hyperparams=hyperparams, n_evals=1))
     # Channels go first, the latest frame last, as SB3 has it without VecNormalize
-    stored = models[0].replay_buffer.observations
-    assert stored.shape[2:] == (3, 36, 36)
-    assert stored[:5, 0, :, 0, 0].tolist() == [
+    stored = models[0].replay_buffer.batch_of(np.arange(5)).observations
+    assert stored.shape[1:] == (3, 36, 36)
+    assert stored[:, :, 0, 0].tolist() == [
         [0, 0, 0],
         [0, 0, 1],
         [0, 1, 2],
