@@ -1,6 +1,5 @@
 """``extend`` stores what as many calls of ``add`` would store, and gives it the same priorities."""
 
-import time
 from typing import Any
 
 import gymnasium as gym
@@ -266,25 +265,6 @@ def test_keys_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match=r"`obs\['observation'\]` has the shape \(2, 1, 4\)"):
         buffer.extend(obs, obs, np.zeros(2), np.zeros(2), np.zeros(2))
     assert buffer.size() == 0
-
-
-@pytest.mark.parametrize("kind", ["box", "dict", "hindsight", "frames"])
-def test_many_take_a_small_part_of_the_time_of_adding_them_one_by_one(kind: str) -> None:
-    """Ratios inside one run; they measured 0.01 (box), 0.1 (hindsight) and 0.7 (frames)."""
-    buffer = BUFFERS[kind](1)
-    n = 400
-    steps = random_steps(buffer.observation_space, buffer.action_space, n, 1, 0)
-    arrays = [together(part) for part in zip(*steps, strict=True)]
-    ratios = []
-    for _ in range(5):
-        times = [time.perf_counter()]
-        for step in steps:
-            buffer.add(*step)
-        times.append(time.perf_counter())
-        buffer.extend(*arrays)
-        times.append(time.perf_counter())
-        ratios.append((times[2] - times[1]) / (times[1] - times[0]))
-    assert min(ratios) < (1.2 if kind == "frames" else 0.8)
 
 
 def test_sb3s_own_way_to_call_it_still_works() -> None:

@@ -72,5 +72,5 @@ def test_priorities_and_what_is_wrong_with_them(
 
 def test_a_priority_above_the_limit_is_found() -> None:
     errors, indices = np.array([1.0, 3.0], np.float32), np.array([0, 1])
-    assert priorities_of(errors, indices, 2, 0.0, 2.0, 9.0)[1]
+    assert priorities_of(errors, indices, 2, 0.0, 2.0, 9.1)[1]
     assert not priorities_of(errors, indices, 2, 0.0, 2.0, 8.9)[1]
