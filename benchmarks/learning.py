@@ -5,15 +5,21 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch as th
+from sb3_contrib import QRDQN
 from stable_baselines3 import DQN
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.envs import FakeImageEnv, SimpleMultiObsEnv
 
 from benchmarks.race import Contestant, Race
-from sb3_per import PERDQN
+from sb3_per import PERDQN, PERQRDQN
 
-ALGORITHMS: dict[str, type[DQN]] = {"DQN": DQN, "PERDQN": PERDQN}
-BY_RANK = "PERDQN, by rank"
+#: SB3's (sb3-contrib's) algorithm; ours by default, in the plain way, and by rank
+ORIGINAL, OURS, PLAIN, BY_RANK = "original", "compiled", "plain", "by rank"
+OPTIONS: dict[str, dict[str, Any]] = {
+    OURS: {},
+    PLAIN: {"compiled": False},
+    BY_RANK: {"prioritization": "rank"},
+}
 
 
 class Case(NamedTuple):
@@ -23,41 +29,52 @@ class Case(NamedTuple):
     :param train_freq: number of steps of each environment per gradient step
     :param n_envs: number of environments
     :param batch_size: number of transitions per gradient step
+    :param width: width of the two layers
+    :param has_quantiles: whether to train PERQRDQN (with 200 quantiles) instead of PERDQN
     """
 
     train_freq: int
     n_envs: int
     batch_size: int
+    width: int = 64
+    has_quantiles: bool = False
 
     def __str__(self) -> str:
+        name = "PERQRDQN" if self.has_quantiles else "PERDQN"
         envs = f"{self.n_envs} env{'s' * (self.n_envs > 1)}"
-        return f"train_freq={self.train_freq}, {envs}, batch {self.batch_size}"
+        layers = f"{self.width}-{self.width}"
+        return f"{name}, {layers}, batch {self.batch_size}, train_freq={self.train_freq}, {envs}"
 
 
 CASES = [
-    Case(train_freq, n_envs, batch_size)
-    for train_freq in (1, 4)
-    for n_envs in (1, 8)
-    for batch_size in (32, 256)
+    Case(train_freq=1, n_envs=1, batch_size=32),
+    Case(train_freq=4, n_envs=1, batch_size=32),
+    Case(train_freq=1, n_envs=8, batch_size=32),
+    Case(train_freq=4, n_envs=8, batch_size=32),
+    Case(train_freq=1, n_envs=1, batch_size=256),
+    Case(train_freq=1, n_envs=1, batch_size=64, width=256),
+    Case(train_freq=1, n_envs=1, batch_size=32, has_quantiles=True),
 ]
 
 
 def race(case: Case, rounds: int, steps: int) -> Race:
     """
-    CartPole-v1, ``MlpPolicy`` with two layers of 64, otherwise SB3's defaults.
+    CartPole-v1, ``MlpPolicy`` with two layers, otherwise SB3's defaults.
 
     :param case: settings of the training run
     :param rounds: number of rounds
     :param steps: number of gradient steps in each turn
     :return: seconds for a turn of each algorithm
     """
-    models = {}
-    for name in (*ALGORITHMS, BY_RANK):
-        options: dict[str, Any] = {"prioritization": "rank"} if name == BY_RANK else {}
-        model = ALGORITHMS.get(name, PERDQN)(
+    original, ours = (QRDQN, PERQRDQN) if case.has_quantiles else (DQN, PERDQN)
+    models: dict[str, Any] = {}
+    for name in (ORIGINAL, *OPTIONS):
+        algorithm: Any = original if name == ORIGINAL else ours
+        model = algorithm(
             "MlpPolicy",
             make_vec_env("CartPole-v1", n_envs=case.n_envs, seed=0),
-            **options,
+            **OPTIONS.get(name, {}),
+            policy_kwargs={"net_arch": [case.width, case.width]},
             train_freq=case.train_freq,
             batch_size=case.batch_size,
             buffer_size=100_000,
@@ -73,7 +90,7 @@ def race(case: Case, rounds: int, steps: int) -> Race:
         for name, model in models.items()
     }
     if case == CASES[0]:
-        with suppress(Exception):  # if it doesn't run, it is left out
+        with suppress(Exception):  # where it doesn't run, it doesn't take part
             contestants["tianshou"] = tianshou_loop(steps)
     return Race.run(f"learn, {case}", contestants, rounds, seconds=0.0)
 
@@ -124,11 +141,11 @@ def race_train(policy: str, rounds: int) -> Race:
         ),
         "MultiInputPolicy": SimpleMultiObsEnv(random_start=False),
     }
+    arguments: dict[str, Any] = {"buffer_size": 1000, "learning_starts": 200, "seed": 0}
     models = {
-        name: algorithm(
-            policy, envs[policy], buffer_size=1000, learning_starts=200, seed=0, device="cpu"
-        ).learn(220)
-        for name, algorithm in ALGORITHMS.items()
+        ORIGINAL: DQN(policy, envs[policy], **arguments, device="cpu").learn(220),
+        OURS: PERDQN(policy, envs[policy], **arguments, device="cpu").learn(220),
+        PLAIN: PERDQN(policy, envs[policy], **arguments, device="cpu", compiled=False).learn(220),
     }
     return Race.run(
         f"train, {policy}",
