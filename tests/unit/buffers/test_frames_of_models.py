@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from gymnasium import spaces
-from gymnasium.wrappers import FrameStackObservation
 from stable_baselines3.common.buffers import NStepReplayBuffer, ReplayBuffer
 from stable_baselines3.common.vec_env import (
     DummyVecEnv,
@@ -30,6 +29,11 @@ from sb3_per import (
     td_errors_in_buffer,
 )
 from sb3_per.buffers.frames import frame_stack_of
+
+#: Under its name before Gymnasium 1.0, and since
+STACK: Any = getattr(
+    gym.wrappers, "FrameStackObservation", getattr(gym.wrappers, "FrameStack", None)
+)
 
 FRAMES: dict[str, Any] = {
     "replay_buffer_class": PrioritizedFrameReplayBuffer,
@@ -204,8 +208,8 @@ def test_rewards_are_normalized_as_in_sb3() -> None:
         (lambda: VecNormalize(stacked(n_stack=3), norm_obs=False), 3),
         # The outermost one: its frames are the inner stacks
         (lambda: VecFrameStack(stacked(n_stack=3), 2), 2),
-        (lambda: DummyVecEnv([lambda: FrameStackObservation(Pictures((12, 13)), 5)] * 2), 5),
-        (lambda: FrameStackObservation(Pictures((12, 13)), 5), 5),
+        (lambda: DummyVecEnv([lambda: STACK(Pictures((12, 13)), 5)] * 2), 5),
+        (lambda: STACK(Pictures((12, 13)), 5), 5),
         (lambda: DummyVecEnv([Pictures]), None),
         (Pictures, None),
     ],
@@ -216,7 +220,9 @@ def test_the_stack_is_read_from_the_wrappers(env: Any, expected: int | None) -> 
 
 @pytest.mark.parametrize("padding", ["reset", "zero"])
 def test_gymnasiums_stacks_are_found_by_the_model(padding: str) -> None:
-    env = FrameStackObservation(Pictures((14, 13)), 4, padding_type=padding)
+    # Before Gymnasium 1.0 there is one padding, that of "reset"
+    options = {"padding_type": padding} if hasattr(gym.wrappers, "FrameStackObservation") else {}
+    env = STACK(Pictures((14, 13)), 4, **options)
     model = PERDQN("MlpPolicy", env, **FRAMES)
     plain = plain_for(model)
     add_to_both(model, plain)
