@@ -14,7 +14,11 @@ th.set_num_threads(1)
 HANGS = 900
 
 # Old releases of other packages use what newer ones of theirs deprecate
-WARNINGS = ("-W", "error", "-W", "default::DeprecationWarning")
+WARNINGS = (
+    *("-W", "error", "-W", "default::DeprecationWarning"),
+    # pyparsing, which Matplotlib uses, turns on warnings of its own when it sees such options
+    *("-W", "ignore:warn_:UserWarning"),
+)
 
 
 @pytest.fixture(autouse=True)
